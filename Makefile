@@ -1,0 +1,28 @@
+# make demo   set up, and show a draft tree at work on a real model
+# make test   set up, lint, check types and import direction, run the tests
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint setup clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml .ci/setup
+	.ci/setup $(VENV)
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/trtllm-tree generate --config configs/demo.yaml --compare --max-tokens 96
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache
