@@ -1,0 +1,1 @@
+"""Tests of trtllm_tree.config."""

@@ -1,0 +1,1 @@
+"""The command `trtllm-tree`: a file per subcommand, with `add_parser(subparsers)` and `run(args) -> int`."""

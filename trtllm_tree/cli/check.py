@@ -1,0 +1,158 @@
+"""`trtllm-tree check`: is this config right, and would it start? Loads no weights and no torch.
+
+Composes the checks of every layer below (the file, the host, the model directory, the draft head) and reports
+all problems together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtllm_tree.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from trtllm_tree.config import Host, RunConfig
+
+_DEMO = "demo"
+# owner/name, which TensorRT-LLM downloads.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "check",
+        help="validate a config file and say what it resolves to",
+        description="Validate a config file, its model and its draft head. Exit code 1 if anything is wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with TensorRT-LLM's keys")
+    parser.add_argument(
+        "--model", metavar="DIR", help='target model directory, or "demo"; overrides the file'
+    )
+    parser.add_argument(
+        "--speculative-model", metavar="DIR", help='draft head directory, or "demo"; overrides the file'
+    )
+    parser.add_argument(
+        "--host",
+        choices=("embedded", "tensorrt_llm"),
+        help="check for this host (default: tensorrt_llm where it is installed, else embedded)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and print.
+
+    Raises:
+        ConfigError: with every problem; with `--json` they are in the output and the exit code is 1.
+    """
+    from trtllm_tree.config import host_problems, read_config
+
+    overrides: dict[str, object] = {}
+    if args.model is not None:
+        overrides["model"] = args.model
+    if args.speculative_model is not None:
+        overrides["speculative_config"] = {"speculative_model": args.speculative_model}
+    host: Host = args.host or _installed_host()
+    config, file_problems = read_config(args.config, overrides=overrides)
+    problems = file_problems + host_problems(config, host) + model_problems(config, host)
+    # What was read beside errors is not what would run.
+    resolved = {} if file_problems else _resolved(config, host)
+    if args.json:
+        report = {"ok": not problems, "host": host, "resolved": resolved}
+        report["problems"] = [asdict(problem) for problem in problems]
+        print(json.dumps(report, indent=2, default=str))
+        return 1 if problems else 0
+    if resolved:
+        _print_table({"config": args.config, "host": host} | resolved, len(problems))
+    if problems:
+        raise ConfigError(problems)
+    return 0
+
+
+def model_problems(config: RunConfig, host: Host) -> list[Problem]:
+    """Everything wrong with the model directory and the draft head, as far as files tell.
+
+    A model that the command line has yet to name is no problem; the head is then checked by itself. So it is
+    for the demo's model, which is not converted for this.
+    """
+    model = config.engine.model
+    head = config.speculative.speculative_model if config.speculative else None
+    problems = []
+    if host == "tensorrt_llm":
+        names = (("model", model), ("speculative_config.speculative_model", head))
+        rule, remedy = "only the embedded host knows this name", "Give the directory."
+        problems += [Problem(option, name, rule, remedy) for option, name in names if name == _DEMO]
+    target = _local_dir(model, host)
+    if target is not None and not (target / "config.json").is_file():
+        rule = "must be a directory with a config.json"
+        problems.append(
+            Problem("model", model, rule, 'Give the directory of a Hugging Face checkpoint, or "demo".')
+        )
+        target = None
+    return problems + _head_problems(head, target, host)
+
+
+def _head_problems(head: str | None, target: Path | None, host: Host) -> list[Problem]:
+    from trtllm_tree.demo import resolve_head
+    from trtllm_tree.support.head import head_problems, head_problems_for
+
+    head_dir = resolve_head(_DEMO) if head == _DEMO else _local_dir(head, host)
+    if head_dir is None:
+        return []
+    return head_problems_for(head_dir, None) if target is None else head_problems(head_dir, target)
+
+
+def _local_dir(name: str | None, host: Host) -> Path | None:
+    """The directory that `name` must be; None if nothing is to be looked up on this machine."""
+    if not name or name == _DEMO:
+        return None
+    path = Path(name).expanduser()
+    if host == "tensorrt_llm" and _HUB_NAME.fullmatch(name) and not path.exists():
+        return None
+    return path
+
+
+def _installed_host() -> Host:
+    return "tensorrt_llm" if importlib.util.find_spec("tensorrt_llm") else "embedded"
+
+
+def _resolved(config: RunConfig, host: Host) -> dict[str, Any]:
+    """What the config comes to; None is decided later. The limits of TensorRT-LLM are its own business."""
+    engine, spec = config.engine, config.speculative
+    found: dict[str, Any] = {"model": engine.model or None, "dtype": engine.dtype}
+    if host == "embedded":
+        names = ("max_batch_size", "max_num_tokens", "max_seq_len", "tokens_per_block", "kv_cache_tokens")
+        found |= {name: getattr(engine, name) for name in names}
+    found["speculation"] = "off" if spec is None else "draft tree" if spec.is_tree else "chain"
+    if spec is not None:
+        names = ("speculative_model", "tree_topk", "num_steps", "num_nodes", "mask_words", "num_entries")
+        found |= {name: getattr(spec, name) for name in (*names, "lane_window", "max_path_len")}
+    kept = {*config.extra} | ({*spec.host_options} if spec else set())
+    return found | {"kept_for_tensorrt_llm": sorted(kept), "env_overrides": config.env_overrides}
+
+
+def _print_table(found: dict[str, Any], num_problems: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    symbols = {"tree_topk": " (K)", "num_steps": " (S)", "num_nodes": " (N)"}
+    table = Table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in found.items():
+        if isinstance(value, dict):
+            value = [f"{key}={item}" for key, item in value.items()]
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        table.add_row(name + symbols.get(name, ""), "-" if value in (None, []) else text)
+    table.add_section()
+    table.add_row("result", f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "OK")
+    Console(markup=False, highlight=False).print(table)

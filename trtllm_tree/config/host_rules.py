@@ -1,0 +1,125 @@
+"""What only one host demands of a config: refusals by name, so that no option is silently ignored.
+
+Rules that hold everywhere are in the config classes; what depends on a model or on hardware is in support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from trtllm_tree.config.keys import ANY, KV_CACHE_OPTIONS, LLM_OPTIONS, SPECULATIVE_OPTIONS
+from trtllm_tree.config.load import RunConfig
+from trtllm_tree.config.speculative import TRTLLM_MAX_NODES, SpeculativeConfig
+from trtllm_tree.config.tree_rules import clamp
+from trtllm_tree.errors import Problem
+
+Host = Literal["embedded", "tensorrt_llm"]
+HOSTS: tuple[str, ...] = get_args(Host)
+
+_EMBEDDED_REMEDIES = {
+    "kv_cache_config.free_gpu_memory_fraction": "Size the pool with kv_cache_config.max_tokens instead.",
+    "kv_cache_config.enable_block_reuse": "Set enable_block_reuse to false.",
+    "kv_cache_config.dtype": "Set dtype to auto: the cache has the model's dtype.",
+    "max_input_len": "Limit requests with max_seq_len instead.",
+}
+
+# What a draft tree does not go with on TensorRT-LLM, on its side or on ours.
+_TREE_REFUSALS = {
+    "cache_transceiver_config": "there is no prefill/decode disaggregation with draft trees",
+    "context_parallel_size": "there is no context parallelism with draft trees",
+    "cp_config": "there is no context parallelism with draft trees",
+    "enable_attention_dp": "there is no attention data parallelism with draft trees",
+    "enable_lora": "there is no LoRA with draft trees",
+    "guided_decoding_backend": "there is no structured output with draft trees",
+    "kv_cache_config.max_attention_window": "target layers have no sliding window with draft trees",
+    "kv_connector_config": "there is no KV connector with draft trees",
+    "lora_config": "there is no LoRA with draft trees",
+    "max_beam_width": "there is no beam search with draft trees",
+    "pipeline_parallel_size": "there is no pipeline parallelism with draft trees",
+    "sparse_attention_config": "there is no sparse attention with draft trees",
+    "attn_backend": "tree attention is part of the TRTLLM backend",
+    "speculative_config.acceptance_window": "a tree is not switched off at run time",
+    "speculative_config.draft_len_schedule": "a tree has one size at all batch sizes",
+    "speculative_config.eagle3_one_model": "draft trees need the one-model flow",
+    "speculative_config.sa_config": "a tree has one drafter",
+}
+
+
+def host_problems(config: RunConfig, host: Host) -> list[Problem]:
+    """Everything in `config` that `host` cannot honour; empty if it can run it."""
+    assert host in HOSTS, f"unknown host {host!r}"
+    options = dict(_set_options(config))
+    problems = _head_missing(config)
+    if host == "embedded":
+        problems += [_embedded_refusal(option, *pair) for option, pair in options.items()]
+        return problems
+    if "speculative_config.eagle_choices" in options:
+        value, _ = options["speculative_config.eagle_choices"]
+        rule = "static trees are not drafted here"
+        problems.append(
+            Problem("speculative_config.eagle_choices", value, rule, "Set use_dynamic_tree to true.")
+        )
+    if config.speculative is not None and config.speculative.is_tree:
+        problems += _trtllm_size_problems(config.speculative)
+        for option, rule in _TREE_REFUSALS.items():
+            if option in options:
+                value, neutral = options[option]
+                problems.append(Problem(option, value, rule, f"{_remove(option, neutral)}."))
+        dtype = options.get("kv_cache_config.dtype", ("auto", "auto"))[0]
+        if str(dtype).lower() == "nvfp4":
+            rule, remedy = "tree attention reads 16-bit and FP8 caches", "Set dtype to fp8 or auto."
+            problems.append(Problem("kv_cache_config.dtype", dtype, rule, remedy))
+    return problems
+
+
+def _set_options(config: RunConfig) -> list[tuple[str, tuple[object, object]]]:
+    """Kept options that ask for something: (name, (value, the value that asks for nothing))."""
+    spec = config.speculative.host_options if config.speculative else {}
+    kv = config.extra.get("kv_cache_config", {})
+    top = {key: value for key, value in config.extra.items() if key != "kv_cache_config"}
+    assert isinstance(kv, Mapping), "load_config keeps kv_cache_config as a mapping"
+    tables = (("", top, LLM_OPTIONS), ("kv_cache_config.", kv, KV_CACHE_OPTIONS))
+    return [
+        (prefix + str(key), (value, neutral[key]))
+        for prefix, values, neutral in (*tables, ("speculative_config.", spec, SPECULATIVE_OPTIONS))
+        for key, value in values.items()
+        if neutral[key] is not ANY and value != neutral[key]
+    ]
+
+
+def _embedded_refusal(option: str, value: object, neutral: object) -> Problem:
+    remedy = _EMBEDDED_REMEDIES.get(option) or f"{_remove(option, neutral)}, or run on TensorRT-LLM."
+    return Problem(option, value, "the embedded host does not honour it", remedy)
+
+
+def _remove(option: str, neutral: object) -> str:
+    name = option.rpartition(".")[2]
+    return f"Remove {name}" if neutral in (None, {}) else f"Remove {name} or set it to {neutral}"
+
+
+def _head_missing(config: RunConfig) -> list[Problem]:
+    """A draft head is needed, except where the model brings its own: the demo."""
+    if config.speculative is None or config.speculative.speculative_model or config.engine.model == "demo":
+        return []
+    rule, remedy = "Eagle3 needs a draft head", "Name its directory in speculative_config.speculative_model."
+    return [Problem("speculative_config.speculative_model", None, rule, remedy)]
+
+
+def _trtllm_size_problems(spec: SpeculativeConfig) -> list[Problem]:
+    """TensorRT-LLM's own bounds on a dynamic tree, S <= N - 1 <= K * S, and one mask word per node."""
+    k, s, limit = spec.tree_topk, spec.num_steps, TRTLLM_MAX_NODES
+    if spec.lane_window > limit:
+        rule = f"(S - 1) * K = {spec.lane_window} <= N, but TensorRT-LLM trees have N <= {limit} nodes"
+        remedy = f"Set dynamic_tree_max_topK to {limit // (s - 1)}."
+        return [Problem("speculative_config.dynamic_tree_max_topK", k, rule, remedy)]
+    total = spec.to_trtllm()["max_total_draft_tokens"]
+    assert isinstance(total, int), "a tree writes its size"
+    low, high = max(s, spec.lane_window - 1), min(k * s, limit - 1)
+    remedy = f"Set max_total_draft_tokens to {clamp(total, low, high)} (num_nodes is one more)."
+    rules = []
+    if not s <= total <= k * s:
+        rules.append(f"TensorRT-LLM wants S = {s} <= max_total_draft_tokens <= K * S = {k} * {s} = {k * s}")
+    if total >= limit:
+        rules.append(f"TensorRT-LLM trees have at most {limit} nodes with the root, this one {total + 1}")
+    return [Problem("speculative_config.max_total_draft_tokens", total, rule, remedy) for rule in rules]

@@ -1,0 +1,99 @@
+"""What one request asks for: length, stops, sampling.
+
+A bad value is found by `validate` when the request is added, never on construction, so that one bad request
+fails alone. An option that cannot be honoured is named, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trtllm_tree.config.tree_rules import is_int
+from trtllm_tree.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Names and defaults as in TensorRT-LLM and vLLM.
+
+    Args:
+        max_tokens: tokens to generate at most.
+        temperature: None or 0 decodes greedily; nothing else is served yet.
+        top_p, top_k, seed: change nothing under greedy decoding; checked and accepted.
+        stop: strings that end the output.
+        stop_token_ids: token ids that end the output, besides the model's own end token.
+        include_stop_str_in_output: keep the stop string in the text.
+        ignore_eos: do not stop at the model's end token.
+        skip_special_tokens: leave special tokens out of the text.
+        n: completions per prompt; only 1 is served yet.
+    """
+
+    max_tokens: int = 32
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    def validate(self) -> list[Problem]:
+        """Every option that is wrong or cannot be honoured; empty if the request can be served."""
+        problems = self._sampling_problems() + self._stop_problems()
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
+            problems.append(_wrong("max_tokens", self.max_tokens, "must be a positive integer", 32))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(_wrong(name, getattr(self, name), "must be true or false", False))
+        return problems
+
+    def _sampling_problems(self) -> list[Problem]:
+        problems = []
+        if self.temperature is not None:
+            if not _is_number(self.temperature) or self.temperature < 0:
+                problems.append(_wrong("temperature", self.temperature, "must be a number >= 0", 0))
+            elif self.temperature > 0:
+                rule = "only greedy decoding is served so far"
+                problems.append(_wrong("temperature", self.temperature, rule, 0))
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            problems.append(_wrong("top_p", self.top_p, "must be a number with 0 < top_p <= 1", 1.0))
+        if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 0):
+            problems.append(_wrong("top_k", self.top_k, "must be an integer >= 0 (0 keeps every token)", 0))
+        if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed < 2**64):
+            problems.append(_wrong("seed", self.seed, "must be an integer with 0 <= seed < 2**64", 0))
+        if not is_int(self.n) or self.n < 1:
+            problems.append(_wrong("n", self.n, "must be a positive integer", 1))
+        elif self.n > 1:
+            problems.append(_wrong("n", self.n, "one completion per prompt is served so far", 1))
+        return problems
+
+    def _stop_problems(self) -> list[Problem]:
+        problems = []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if stops is not None and not (
+            isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+        ):
+            rule, remedy = "must be a non-empty string or a list of them", "Leave it out for no stop string."
+            problems.append(Problem("stop", self.stop, rule, remedy))
+        ids = self.stop_token_ids
+        if ids is not None and not (isinstance(ids, list) and all(is_int(id_) and id_ >= 0 for id_ in ids)):
+            rule, remedy = "must be a list of token ids >= 0", "Leave it out for no stop token."
+            problems.append(Problem("stop_token_ids", ids, rule, remedy))
+        return problems
+
+
+def _wrong(option: str, value: object, rule: str, working: object) -> Problem:
+    return Problem(option, value, rule, f"Set {option} to {working}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
