@@ -1,0 +1,1 @@
+"""Drafters: what proposes the tree. Higher layers than `sampling` are unknown here."""

@@ -1,0 +1,52 @@
+"""Invariant I9: draft lanes write the draft cache like any draft step.
+
+Steps 1 .. S-1 run K lane rows per request. Lane r of step s has position frontier + s - 1 and writes the
+draft-cache slot of frontier + (s - 1) * K + r; it sees the accepted frontier and, in the window of
+W = (S - 1) * K slots behind it, only its ancestors and itself (`lane_mask`). The slots are inside the next
+verify window ((S - 1) * K <= N), where the target's next forward overwrites them: nothing outlives the round.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_tree.kernels.window_slots import window_slots
+from trtllm_tree.tree.topology import mask_words
+
+
+class TreeDraftInputs:
+    """What lane attention reads, at fixed addresses, written within the round.
+
+    The drafter writes the frontier once per round (`set_frontier`); `draft_tree_expand` writes the masks
+    of the next step. `active` is True exactly while a lane forward runs.
+    """
+
+    def __init__(self, max_batch: int, topk: int, num_steps: int, device: torch.device | str) -> None:
+        self.topk = topk
+        self.window = (num_steps - 1) * topk  # W
+        self.active = False
+        self.frontier = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self.lane_mask = torch.zeros(
+            max_batch, topk, mask_words(self.window), dtype=torch.int64, device=device
+        )  # [max_batch, K, words]
+        self._first = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_batch, topk, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_batch, topk, dtype=torch.int32, device=device)
+
+    def set_frontier(self, frontier: torch.Tensor) -> None:
+        """Copy the accepted lengths int32 [B] of this round."""
+        self.frontier[: frontier.shape[0]].copy_(frontier)
+
+    def positions(self, step: int, batch: int) -> torch.Tensor:
+        """RoPE positions int64 [B, K] of step 1 .. S-1: every lane of a step has the same depth."""
+        positions = self._positions[:batch]
+        positions.copy_(self.frontier[:batch].unsqueeze(1).expand_as(positions))
+        return positions.add_(step - 1)
+
+    def slots(self, step: int, page_table: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Draft-cache slots int32 [B, K] of step 1 .. S-1, through `page_table` int32 [B, max_pages]."""
+        batch = page_table.shape[0]
+        first = torch.add(self.frontier[:batch], (step - 1) * self.topk, out=self._first[:batch])
+        return window_slots(
+            first, page_table, num_rows=self.topk, page_size=page_size, slots=self._slots[:batch]
+        )
