@@ -1,0 +1,208 @@
+"""The step loop: admit, prefill or decode, commit. A step's commit is `committed_len += tokens kept`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.engine.chain_attention import PrefillAttention
+from trtllm_tree.engine.kv_cache import KVCache
+from trtllm_tree.engine.model_runner import ModelRunner
+from trtllm_tree.engine.output import OutputText
+from trtllm_tree.engine.plain import greedy_tokens
+from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, Segment
+from trtllm_tree.engine.request import Request
+from trtllm_tree.engine.scheduler import Scheduler
+from trtllm_tree.errors import Problem, RequestError
+from trtllm_tree.kernels.window_slots import window_slots
+
+
+class Engine:
+    """Continuous batching over one model and one decode hook.
+
+    Args:
+        runner: the target model.
+        cache: KV pools; the last row of each page table is the pad row.
+        hook: owns the decode step.
+        tokenizer: for text and stop strings.
+        eos_ids: the model's stop tokens.
+        max_batch_size: requests that run at once.
+        max_num_tokens: rows of one prefill forward.
+        max_seq_len: longest prompt plus output.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: KVCache,
+        hook: DecodeHook,
+        *,
+        tokenizer: Any | None,
+        eos_ids: Sequence[int],
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+    ) -> None:
+        self.runner, self.cache, self.hook = runner, cache, hook
+        self.max_seq_len = max_seq_len
+        self.target_forwards = 0
+        self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
+        self._ids = count()
+        self._scheduler = Scheduler(cache, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request.
+
+        Raises:
+            RequestError: with every reason why it cannot be served.
+        """
+        problems = params.validate() + self._size_problems(prompt_ids, params)
+        if problems:
+            raise RequestError(problems)
+        output = OutputText(self._tokenizer, params, self._eos_ids)
+        request = Request(next(self._ids), list(prompt_ids), params, output)
+        self._scheduler.add(request, self.hook.max_kv_extent(request.token_limit))
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request that is not finished yet."""
+        if request.finish_reason is None:
+            request.finish_reason = "cancelled"
+            self._scheduler.finish(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Run one forward; returns the requests that changed."""
+        for request in self._scheduler.admit():
+            assert request.slot is not None, "an admitted request has a slot"
+            self.hook.reset(request.slot)
+        if plan := self._scheduler.next_prefill():
+            return self._prefill(plan)
+        if requests := self._scheduler.decoding():
+            return self._decode(requests)
+        return []
+
+    def _size_problems(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Problem]:
+        if not prompt_ids:
+            return [Problem("prompt", "", "must have at least one token", "Send a non-empty prompt.")]
+        problems = []
+        vocab = self.runner.config.vocab_size
+        if bad := [token for token in prompt_ids if not 0 <= token < vocab]:
+            rule = f"token ids must lie in [0, {vocab})"
+            problems.append(Problem("prompt", bad[:5], rule, "Tokenise it with this model's tokenizer."))
+        limit = len(prompt_ids) + params.max_tokens
+        if limit > self.max_seq_len:
+            rule = f"prompt ({len(prompt_ids)} tokens) plus max_tokens must be at most max_seq_len = {self.max_seq_len}"
+            problems.append(Problem("max_tokens", params.max_tokens, rule, "Lower max_tokens or cut the prompt."))
+        elif not self._scheduler.fits(self.hook.max_kv_extent(limit)):
+            rule = f"prompt plus max_tokens ({limit} tokens, and one verify window) must fit the KV pool"
+            remedy = "Lower max_tokens, or raise kv_cache_config.max_tokens."
+            problems.append(Problem("max_tokens", params.max_tokens, rule, remedy))
+        return problems
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.runner.device)
+
+    def _prefill(self, plan: list[tuple[Request, Segment]]) -> list[Request]:
+        segments = [segment for _, segment in plan]
+        for segment in segments:
+            self.cache.reserve(segment.slot, segment.end)
+        last_rows = [s.row + s.length - 1 for s in segments if s.is_last]
+        slots = self._tensor([segment.slot for segment in segments])
+        tables = tuple(group.page_table[slots] for group in self.cache.groups)
+        batch = ForwardBatch(
+            token_ids=self._tensor([token for s in segments for token in s.token_ids]),
+            positions=self._tensor([position for s in segments for position in range(s.start, s.end)]),
+            write_slots=self.segment_slots(segments, tables),
+            page_tables=tables,
+            attention=PrefillAttention(segments, self.runner.device),
+            logit_rows=self._tensor(last_rows),
+        )
+        first_tokens = iter(greedy_tokens(self.runner.forward(batch, self.cache)).tolist())
+        going_on = []
+        for request, segment in plan:
+            request.committed_len = segment.end
+            if segment.is_last:
+                token = next(first_tokens)
+                self._commit(request, [token])
+                segment = replace(segment, next_tokens=(*segment.next_tokens[:-1], token))
+            if request.finish_reason is None:
+                extent = self.hook.kv_extent(segment.end, request.token_limit)
+                self.cache.reserve(segment.slot, extent if segment.is_last else segment.end)
+                going_on.append(segment)
+        self.hook.after_prefill(going_on)
+        return [request for request, segment in plan if segment.is_last]
+
+    def segment_slots(
+        self, segments: Sequence[Segment], tables: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Per cache group, the KV slots int32 [T] of the segments' rows, through `tables` [num_segments, pages]."""
+        row = self._tensor([index for index, s in enumerate(segments) for _ in s.token_ids])
+        position = self._tensor([position for s in segments for position in range(s.start, s.end)])
+        slots = []
+        for group, table in zip(self.cache.groups, tables, strict=True):
+            page = table[row, position // group.page_size]
+            slots.append(page * group.page_size + (position % group.page_size).int())
+        return tuple(slots)
+
+    def _decode(self, requests: list[Request]) -> list[Request]:
+        for request in requests:
+            assert request.slot is not None, "a running request has a slot"
+            self.cache.reserve(request.slot, self.hook.kv_extent(request.committed_len, request.token_limit))
+        batch = self._decode_batch(requests)
+        window = self.hook.open_window(batch)
+        forward = ForwardBatch(
+            token_ids=window.token_ids.reshape(-1).long(),
+            positions=window.positions.reshape(-1),
+            write_slots=tuple(slots.reshape(-1) for slots in batch.write_slots),
+            page_tables=batch.page_tables,
+            attention=window.attention,
+        )
+        logits = self.runner.forward(forward, self.cache)
+        self.target_forwards += 1
+        result = self.hook.close_window(batch, window, logits)
+        tokens, counts = result.tokens.tolist(), result.num_tokens.tolist()
+        for request, row, kept in zip(requests, tokens, counts, strict=True):
+            request.committed_len += kept
+            request.accept_lens.append(self._commit(request, row[:kept]))
+        return requests
+
+    def _decode_batch(self, requests: list[Request]) -> DecodeBatch:
+        lens = [request.committed_len for request in requests]
+        slots = self._tensor([request.slot for request in requests if request.slot is not None])
+        committed = self._tensor(lens, torch.int32)
+        tables = tuple(group.page_table[slots] for group in self.cache.groups)
+        write_slots = tuple(
+            window_slots(committed, table, num_rows=self.hook.window_len, page_size=group.page_size)
+            for group, table in zip(self.cache.groups, tables, strict=True)
+        )
+        return DecodeBatch(slots, committed, tables, write_slots, max_committed_len=max(lens))
+
+    def _commit(self, request: Request, tokens: list[int]) -> int:
+        """Append tokens to a request's output, and end it when they do; returns how many were kept."""
+        usable = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        kept = request.output.extend(usable)
+        request.finish_reason = request.output.finish_reason
+        if request.finish_reason is None and len(usable) < len(tokens):
+            request.finish_reason = "error"
+            request.error = RequestError(
+                Problem(
+                    "logits",
+                    "NaN",
+                    f"the model gave no numbers behind output token {len(request.output.token_ids)}",
+                    "Check the weights and the dtype; other requests are not affected.",
+                )
+            )
+        if request.finish_reason is not None:
+            self._scheduler.finish(request)
+        return kept

@@ -1,0 +1,140 @@
+"""Runs a transformers causal language model over the paged cache.
+
+The model is transformers' own; only its attention call is ours, through the public attention-interface
+registry. The rows of a forward are one flat sequence; positions, cache slots and attention come with the
+`ForwardBatch`, so the model builds no mask and no cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from trtllm_tree.engine.kv_cache import KVCache, LayerSpec
+from trtllm_tree.engine.ports import ForwardBatch
+from trtllm_tree.errors import Problem, UnsupportedError
+
+ATTENTION_NAME = "trtllm_tree_paged"
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged_batch: ForwardBatch,
+    paged_cache: KVCache,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    name = target_layer(int(module.layer_idx))  # type: ignore[arg-type]
+    group, _, _ = paged_cache.layer(name)
+    k_cache, v_cache = paged_cache.write(name, paged_batch.write_slots[group], k, v)
+    out = paged_batch.attention.attend(q, k_cache, v_cache, paged_batch.page_tables[group], scaling)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+def target_layer(index: int) -> str:
+    """The cache's name for the target's `index`-th layer."""
+    return f"target.{index}"
+
+
+def target_layer_specs(config: Any) -> dict[str, LayerSpec]:
+    """Cache shapes of a transformers config's attention layers.
+
+    Raises:
+        UnsupportedError: layers other than full attention over grouped heads.
+    """
+    problems = []
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        rule = "the embedded engine runs full-attention layers only"
+        problems.append(Problem("model: layer_types", sorted(kinds), rule, "Use another model."))
+    if getattr(config, "kv_lora_rank", None):
+        rule = "the embedded engine has no latent-attention cache"
+        problems.append(Problem("model: kv_lora_rank", config.kv_lora_rank, rule, "Use another model."))
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        rule = "the embedded engine has no sliding window"
+        problems.append(Problem("model: sliding_window", config.sliding_window, rule, "Use another model."))
+    if problems:
+        raise UnsupportedError(problems)
+    heads = config.num_attention_heads
+    layer = LayerSpec(
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+    return {target_layer(index): layer for index in range(config.num_hidden_layers)}
+
+
+def load_model_config(model_dir: Path) -> Any:
+    """The transformers config of a local model directory."""
+    return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+
+
+class ModelRunner:
+    """A target model and its forward.
+
+    Args:
+        model_dir: local Hugging Face directory.
+        dtype: dtype of weights and activations.
+        device: where it runs.
+    """
+
+    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.device, self.dtype = device, dtype
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+        )
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.config = model.config
+        self._decoder = self.model.get_decoder()
+
+    def keep_features(self, layers: Sequence[int], max_rows: int) -> torch.Tensor:
+        """Keep the stream that enters each of `layers`, side by side, in the returned [max_rows, F] buffer.
+
+        Every later forward fills its first T rows. The address is fixed: the round compacts rows in place, and a
+        captured graph reads them there.
+        """
+        width = self.config.hidden_size
+        buffer = torch.zeros(max_rows, width * len(layers), dtype=self.dtype, device=self.device)
+        for index, layer in enumerate(layers):
+            columns = buffer[:, index * width : (index + 1) * width]
+
+            def keep(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], columns: torch.Tensor = columns
+            ) -> None:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                columns[: hidden.shape[1]].copy_(hidden[0])
+
+            self._decoder.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+        return buffer
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The target's token embedding, which a draft head shares."""
+        return self.model.get_input_embeddings()
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Logits [M, V] of the batch's `logit_rows` (of all rows when None). Fills the feature buffer."""
+        hidden = self._decoder(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            paged_batch=batch,
+            paged_cache=cache,
+        ).last_hidden_state[0]
+        if batch.logit_rows is not None:
+            hidden = hidden[batch.logit_rows]
+        return self.model.lm_head(hidden)

@@ -1,0 +1,62 @@
+"""Plain decoding: one row a request, one greedy token a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trtllm_tree.engine.chain_attention import DecodeAttention
+from trtllm_tree.engine.ports import DecodeBatch, DecodeWindow, Segment, StepTokens
+
+
+class PlainDecode:
+    """The `DecodeHook` without speculation.
+
+    Args:
+        num_slots: pool slots, the pad slot included.
+        device: where its one map lives.
+    """
+
+    window_len = 1
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def kv_extent(self, committed_len: int, token_limit: int) -> int:
+        """The next token's row."""
+        return committed_len + 1
+
+    def max_kv_extent(self, token_limit: int) -> int:
+        """Every token but the last, which is never forwarded."""
+        return token_limit
+
+    def reset(self, slot: int) -> None:
+        """A new request's last token is not known yet."""
+        self._last_tokens[slot] = 0
+
+    def after_prefill(self, segments: Sequence[Segment]) -> None:
+        """Remember the first tokens."""
+        for segment in segments:
+            if segment.is_last:
+                self._last_tokens[segment.slot] = segment.next_tokens[-1]
+
+    def open_window(self, batch: DecodeBatch) -> DecodeWindow:
+        """The last token of every request."""
+        return DecodeWindow(
+            token_ids=self._last_tokens[batch.slots].unsqueeze(1),
+            positions=batch.committed_lens.long().unsqueeze(1),
+            attention=DecodeAttention(batch.committed_lens + 1, 1, batch.max_committed_len + 1),
+        )
+
+    def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:
+        """Take the argmax, ties to the lower id; -1 where a logit is NaN."""
+        tokens = greedy_tokens(logits)
+        self._last_tokens[batch.slots] = tokens
+        return StepTokens(tokens.unsqueeze(1), torch.ones_like(tokens))
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Argmax int32 [M] of logits [M, V], ties to the lower id; -1 for a row with a NaN."""
+    peak, token = logits.max(dim=-1)
+    return token.masked_fill(peak.isnan(), -1).int()

@@ -1,0 +1,146 @@
+"""What the engine asks of an attention backend and of whoever owns its decode step. Chain words only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class AttentionBackend(Protocol):
+    """Attention for the rows of one forward, whose K/V are already in the cache."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """q [T, Hq, D] over caches [num_pages, Hkv, page_size, D]; returns [T, Hq, D].
+
+        `page_table` int32 [B, max_pages] is that of the layer's cache group, one row a request of the forward.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The rows of one target forward.
+
+    Attributes:
+        token_ids, positions: int64 [T].
+        write_slots: per cache group int32 [T], where each row's K/V go.
+        page_tables: per cache group int32 [B, max_pages].
+        attention: attends these rows.
+        logit_rows: int64 [M], rows whose logits are wanted; None for all.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    write_slots: tuple[torch.Tensor, ...]
+    page_tables: tuple[torch.Tensor, ...]
+    attention: AttentionBackend
+    logit_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [row, row + length) of a prefill forward: one request's prompt positions from `start` on.
+
+    Attributes:
+        slot: the request's pool slot.
+        token_ids: the rows' tokens.
+        next_tokens: each row's successor; the last row of the prompt's last chunk is followed by the token
+            that prefill predicted (-1 until it is known).
+        is_last: whether this chunk ends the prompt.
+    """
+
+    slot: int
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+    next_tokens: tuple[int, ...]
+    is_last: bool
+
+    @property
+    def length(self) -> int:
+        """Rows of the segment."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Prompt position behind the segment."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The requests of one decode step, pad rows last.
+
+    Attributes:
+        slots: int64 [B], pool slots.
+        committed_lens: int32 [B], tokens in the cache.
+        page_tables: per cache group int32 [B, max_pages].
+        write_slots: per cache group int32 [B, N], the slots of the next N positions.
+        max_committed_len: host-side maximum of `committed_lens`.
+    """
+
+    slots: torch.Tensor
+    committed_lens: torch.Tensor
+    page_tables: tuple[torch.Tensor, ...]
+    write_slots: tuple[torch.Tensor, ...]
+    max_committed_len: int
+
+
+@dataclass(frozen=True)
+class DecodeWindow:
+    """What the hook wants forwarded: tokens and positions [B, N], attention over them."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What a decode step produced: tokens int32 [B, N] packed to the front, and how many, int32 [B].
+
+    A kept token of -1 says that the target's logits were not numbers.
+    """
+
+    tokens: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+class DecodeHook(Protocol):
+    """Owns what happens in a decode step around the target forward."""
+
+    window_len: int
+
+    def kv_extent(self, committed_len: int, token_limit: int) -> int:
+        """KV tokens to have allocated before a step that starts at `committed_len`."""
+        ...
+
+    def max_kv_extent(self, token_limit: int) -> int:
+        """The largest `kv_extent` a request with this limit can need."""
+        ...
+
+    def reset(self, slot: int) -> None:
+        """A new request takes pool slot `slot`."""
+        ...
+
+    def after_prefill(self, segments: Sequence[Segment]) -> None:
+        """A prefill forward ran; these segments' requests go on. Their KV extent is reserved."""
+        ...
+
+    def open_window(self, batch: DecodeBatch) -> DecodeWindow:
+        """The rows to forward."""
+        ...
+
+    def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:
+        """Turn `logits` [B*N, V] into tokens."""
+        ...

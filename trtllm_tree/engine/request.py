@@ -1,0 +1,43 @@
+"""A request inside the engine: what was asked, how far it is, and what it produced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.engine.output import OutputText
+from trtllm_tree.errors import RequestError
+
+
+@dataclass
+class Request:
+    """One request.
+
+    Attributes:
+        committed_len: tokens in the KV cache; below the prompt's length while prefilling.
+        token_limit: prompt length plus max_tokens.
+        slot: pool slot while it runs, else None.
+        promised_pages: pages per cache group that admission counted for it.
+        accept_lens: tokens kept by each decode step it took part in.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    output: OutputText
+    committed_len: int = 0
+    slot: int | None = None
+    promised_pages: list[int] = field(default_factory=list)
+    accept_lens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+    @property
+    def token_limit(self) -> int:
+        """Prompt plus budget."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether part of the prompt is not in the cache yet."""
+        return self.committed_len < len(self.prompt_ids)

@@ -1,0 +1,1 @@
+"""The runtimes under the core. Each host fills the ports in files of the same names."""

@@ -1,0 +1,1 @@
+"""Host B: the core over the embedded chain engine."""

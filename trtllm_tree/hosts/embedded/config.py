@@ -1,0 +1,104 @@
+"""From the user's config to numbers: device, dtype, limits and pool sizes of the embedded engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.speculative import SpeculativeConfig
+from trtllm_tree.errors import ConfigError, Problem
+from trtllm_tree.tree.reservation import request_extent
+
+# Pool for this many tokens a request unless the user says otherwise: full contexts of every request would not
+# fit a small machine.
+_DEFAULT_TOKENS_PER_REQUEST = 2048
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What the engine is built with.
+
+    Attributes:
+        window_len: rows a request contributes to a decode forward.
+        max_extent: most KV rows of one request.
+        num_kv_tokens: KV rows of every cache group.
+    """
+
+    target_dir: Path
+    head_dir: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    page_size: int
+    window_len: int
+    max_extent: int
+    num_kv_tokens: int
+
+
+def resolve_config(
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+    *,
+    target_dir: Path,
+    head_dir: Path | None,
+    model_config: Any,
+) -> ResolvedConfig:
+    """Fill in what the user left to us.
+
+    Raises:
+        ConfigError: a device that is not there, or limits that the model or the pool cannot hold.
+    """
+    problems: list[Problem] = []
+    device = _device(config.device, problems)
+    model_limit = int(model_config.max_position_embeddings)
+    max_seq_len = config.max_seq_len or model_limit
+    if max_seq_len > model_limit:
+        rule = f"the model's positions end at {model_limit}"
+        problems.append(Problem("max_seq_len", max_seq_len, rule, f"Set max_seq_len to at most {model_limit}."))
+    window_len = speculative.num_nodes if speculative is not None else 1
+    max_extent = request_extent(window_len, max_seq_len)
+    num_kv_tokens = config.kv_cache_tokens or max(
+        max_extent, config.max_batch_size * min(max_extent, _DEFAULT_TOKENS_PER_REQUEST)
+    )
+    if problems:
+        raise ConfigError(problems)
+    return ResolvedConfig(
+        target_dir=target_dir,
+        head_dir=head_dir,
+        device=device,
+        dtype=_dtype(config.dtype, device, model_config),
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        max_seq_len=max_seq_len,
+        page_size=config.tokens_per_block,
+        window_len=window_len,
+        max_extent=max_extent,
+        num_kv_tokens=num_kv_tokens,
+    )
+
+
+
+
+def _device(name: str, problems: list[Problem]) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        problems.append(Problem("device", name, "torch sees no CUDA device", "Use device='cpu' or 'auto'."))
+        return torch.device("cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
+    """`auto` is the checkpoint's dtype on a GPU; on a CPU it is float32, where 16-bit types are slow."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float32
+    dtype = getattr(model_config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16

@@ -1,0 +1,148 @@
+"""Builds the embedded engine for a config: loads, sizes, wires. With topk 1 no tree object is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from trtllm_tree.attention.cascade import TreeCascade
+from trtllm_tree.attention.compact import KVCompactor
+from trtllm_tree.attention.leaves.reference import ReferenceLeaf
+from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.speculative import SpeculativeConfig
+from trtllm_tree.draft.eagle import Eagle
+from trtllm_tree.draft.eagle3_head import Eagle3Head, load_eagle3_head
+from trtllm_tree.engine.engine import Engine
+from trtllm_tree.engine.kv_cache import KVCache, LayerSpec
+from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, target_layer_specs
+from trtllm_tree.engine.plain import PlainDecode
+from trtllm_tree.errors import ConfigError
+from trtllm_tree.hosts.embedded.config import ResolvedConfig, resolve_config
+from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
+from trtllm_tree.hosts.embedded.kv import EmbeddedKVPool, build_cache
+from trtllm_tree.hosts.embedded.spec_hook import SpecDecode
+from trtllm_tree.round import SpecRound, TreeParts
+from trtllm_tree.sampling.greedy import GreedySampler
+from trtllm_tree.support.head import head_problems
+from trtllm_tree.support.resolve import resolve_tree_support
+from trtllm_tree.tree.future import FutureParentMap
+from trtllm_tree.tree.spec import TreeSpec
+
+
+@dataclass(frozen=True)
+class EmbeddedHost:
+    """A ready engine. `spec_round` is None for plain decoding."""
+
+    engine: Engine
+    tokenizer: Any
+    spec_round: SpecRound | None
+
+
+def build_host(
+    config: EngineConfig, speculative: SpeculativeConfig | None, *, target_dir: Path, head_dir: Path | None
+) -> EmbeddedHost:
+    """Load the models and wire the engine.
+
+    Args:
+        target_dir: local Hugging Face directory of the target.
+        head_dir: EAGLE3 checkpoint; needed exactly when `speculative` is given.
+
+    Raises:
+        ConfigError: a head that does not fit, a limit that cannot be held, a device that is not there.
+        UnsupportedError: layers or backends that cannot run, all named.
+    """
+    model_config = load_model_config(target_dir)
+    resolved = resolve_config(
+        config, speculative, target_dir=target_dir, head_dir=head_dir, model_config=model_config
+    )
+    layers = target_layer_specs(model_config)
+    # Checked before the target is loaded, which takes a while.
+    if head_dir is not None and (problems := head_problems(head_dir, target_dir)):
+        raise ConfigError(problems)
+    runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
+    tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
+    if speculative is None or head_dir is None:
+        cache = _cache(resolved, layers, None)
+        hook: PlainDecode | SpecDecode = PlainDecode(resolved.max_batch_size + 1, resolved.device)
+    else:
+        head = load_eagle3_head(
+            head_dir,
+            target_config=runner.config,
+            embed_tokens=runner.embed_tokens,
+            dtype=resolved.dtype,
+            device=resolved.device,
+        )
+        cache = _cache(resolved, layers, LayerSpec(head.num_kv_heads, head.head_dim))
+        hook = _speculation(speculative, resolved, runner, head, cache)
+    engine = Engine(
+        runner,
+        cache,
+        hook,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(target_dir, tokenizer),
+        max_batch_size=resolved.max_batch_size,
+        max_num_tokens=resolved.max_num_tokens,
+        max_seq_len=resolved.max_seq_len,
+    )
+    return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
+
+
+def _cache(resolved: ResolvedConfig, layers: dict[str, LayerSpec], draft: LayerSpec | None) -> KVCache:
+    return build_cache(
+        layers,
+        draft,
+        num_tokens=resolved.num_kv_tokens,
+        page_size=resolved.page_size,
+        max_batch_size=resolved.max_batch_size,
+        max_extent=resolved.max_extent,
+        dtype=resolved.dtype,
+        device=resolved.device,
+    )
+
+
+def _speculation(
+    config: SpeculativeConfig,
+    resolved: ResolvedConfig,
+    runner: ModelRunner,
+    head: Eagle3Head,
+    cache: KVCache,
+) -> SpecDecode:
+    batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
+    cascade = TreeCascade(ReferenceLeaf())
+    if config.is_tree:
+        resolve_tree_support(cascade.leaf, cascade.leaf)
+    draft_model = EmbeddedDraftModel(head, cache, cascade, nodes)
+    features = runner.keep_features(head.aux_layer_ids, max(resolved.max_num_tokens, batch * nodes))
+    hidden = features[: batch * nodes]
+    spec_round = SpecRound(
+        config,
+        drafter=Eagle(
+            draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device
+        ),
+        sampler=GreedySampler(batch, nodes, device=device, dtype=resolved.dtype, tree=config.is_tree),
+        hidden=hidden,
+        num_slots=batch + 1,
+        tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,
+    )
+    return SpecDecode(spec_round, draft_model, cache, cascade, features)
+
+
+def _tree_parts(config: SpeculativeConfig, hidden: torch.Tensor, cache: KVCache, batch: int) -> TreeParts:
+    return TreeParts(
+        spec=TreeSpec(batch, config.num_nodes, hidden),
+        parents=FutureParentMap(batch + 1, config.num_nodes, hidden.device),
+        compactor=KVCompactor(EmbeddedKVPool(cache)),
+    )
+
+
+def _eos_ids(target_dir: Path, tokenizer: Any) -> list[int]:
+    """The model's stop tokens: those of its generation config, else the tokenizer's."""
+    ids: int | list[int] | None = None
+    if (target_dir / "generation_config.json").exists():
+        ids = GenerationConfig.from_pretrained(target_dir, local_files_only=True).eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
