@@ -113,7 +113,7 @@ class _Eagle3Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = torch.cat((self.hidden_norm(embedding), self.input_layernorm(hidden)), dim=-1)  # [T, 2H]
+        x = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)  # [T, 2H]
         hidden = hidden + self.self_attn(x, cos, sin, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
