@@ -1,0 +1,215 @@
+"""Triton kernels of `logprob_topk`: one pass over the logits, then one program a row.
+
+The pass keeps of each group of consecutive ids only the maximum. That is enough to find the top k: an element
+outside the k best groups, ordered by (maximum descending, group ascending), is beaten by the maximum of each
+of them, ties included since every id of a lower group is lower. The second kernel reads those k groups again.
+It must not know what a row is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels.logprob_topk import GROUP, TILE
+
+_TILE_WARPS = 4
+
+
+@triton.jit
+def _rank_key(score, index):
+    """int64 that orders by score and then by lower index; NaN is -inf, and -0.0 is 0.0."""
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    # Negative floats order backwards as integers: flip all but their sign.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _key_index(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _key_score(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _finite_or_zero(value):
+    """0 for -inf, so that -inf minus it stays -inf and its exp 0; anything else as it is."""
+    return tl.where(value == float("-inf"), 0.0, value)
+
+
+@triton.jit
+def logprob_topk_kernel_tile(
+    logits_ptr,
+    workspace_ptr,
+    logits_stride_r,
+    workspace_stride_r,
+    vocab_size,
+    num_groups,
+    GROUPS_PER_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    group = tile * GROUPS_PER_TILE + tl.arange(0, GROUPS_PER_TILE)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = tl.load(logits_ptr + row * logits_stride_r + ids, mask=ids < vocab_size, other=float("-inf"))
+    logits = logits.to(tl.float32)
+
+    # NaN must not win a maximum, but must reach the sum.
+    group_max = tl.max(tl.where(logits == logits, logits, float("-inf")), axis=1)
+    tile_max = tl.max(group_max, axis=0)
+    total = tl.sum(tl.exp(logits - _finite_or_zero(tile_max)))
+    workspace_ptr += row * workspace_stride_r
+    tl.store(workspace_ptr + group, group_max, mask=group < num_groups)
+    tl.store(workspace_ptr + num_groups + 2 * tile, tile_max)
+    tl.store(workspace_ptr + num_groups + 2 * tile + 1, total)
+
+
+@triton.jit
+def logprob_topk_kernel_merge(
+    logits_ptr,
+    d2t_ptr,
+    workspace_ptr,
+    scores_ptr,
+    ids_ptr,
+    logits_stride_r,
+    workspace_stride_r,
+    scores_stride_r,
+    ids_stride_r,
+    vocab_size,
+    num_groups,
+    num_tiles,
+    k,
+    HAS_D2T: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    workspace_ptr += row * workspace_stride_r
+
+    tile = tl.arange(0, BLOCK_T)
+    tile_ptr = workspace_ptr + num_groups + 2 * tile
+    tile_max = tl.load(tile_ptr, mask=tile < num_tiles, other=float("-inf"))
+    total = tl.load(tile_ptr + 1, mask=tile < num_tiles, other=0.0)
+    shift = _finite_or_zero(tl.max(tile_max, axis=0))
+    log_total = shift + tl.log(tl.sum(total * tl.exp(tile_max - shift), axis=0))
+
+    # Padding loses every tie by its index, and a group past the last one holds no id below vocab_size.
+    group = tl.arange(0, BLOCK_G)
+    group_max = tl.load(workspace_ptr + group, mask=group < num_groups, other=float("-inf"))
+    best_group = _key_index(tl.topk(_rank_key(group_max, group), BLOCK_K))
+    ids = best_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = tl.load(logits_ptr + row * logits_stride_r + ids, mask=ids < vocab_size, other=float("-inf"))
+    keys = tl.reshape(_rank_key(logits.to(tl.float32), ids), [BLOCK_K * GROUP])
+    top = tl.topk(keys, BLOCK_K)
+
+    r = tl.arange(0, BLOCK_K)
+    best = _key_index(top)
+    logit = _key_score(top)
+    # A NaN total makes every score NaN. A row of nothing but -inf has the total -inf, and scores -inf.
+    score = logit - _finite_or_zero(log_total)
+    if HAS_D2T:
+        best += tl.load(d2t_ptr + best, mask=r < k, other=0).to(tl.int32)
+    tl.store(scores_ptr + row * scores_stride_r + r, score, mask=r < k)
+    tl.store(ids_ptr + row * ids_stride_r + r, best, mask=r < k)
+
+
+def _merge_constexprs(vocab_size: int, k: int, *, has_d2t: bool) -> dict[str, object]:
+    # tl.topk needs two elements at least.
+    block_k = max(2, triton.next_power_of_2(k))
+    return {
+        "HAS_D2T": has_d2t,
+        "GROUP": GROUP,
+        "BLOCK_G": max(block_k, triton.next_power_of_2(triton.cdiv(vocab_size, GROUP))),
+        "BLOCK_T": triton.next_power_of_2(triton.cdiv(vocab_size, TILE)),
+        "BLOCK_K": block_k,
+    }
+
+
+def _merge_warps(vocab_size: int) -> int:
+    return 4 if vocab_size <= 1 << 16 else 8
+
+
+def launch(
+    logits: torch.Tensor,
+    *,
+    d2t: torch.Tensor | None,
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    workspace: torch.Tensor,
+) -> None:
+    """Launch both kernels; arguments as in the op."""
+    num_rows, vocab_size = logits.shape
+    num_groups, num_tiles = triton.cdiv(vocab_size, GROUP), triton.cdiv(vocab_size, TILE)
+    k = scores.shape[1]
+    if num_rows == 0:
+        return
+    logprob_topk_kernel_tile[(num_rows, num_tiles)](
+        logits,
+        workspace,
+        logits.stride(0),
+        workspace.stride(0),
+        vocab_size,
+        num_groups,
+        GROUPS_PER_TILE=TILE // GROUP,
+        GROUP=GROUP,
+        num_warps=_TILE_WARPS,
+    )
+    logprob_topk_kernel_merge[(num_rows,)](
+        logits,
+        d2t,
+        workspace,
+        scores,
+        ids,
+        logits.stride(0),
+        workspace.stride(0),
+        scores.stride(0),
+        ids.stride(0),
+        vocab_size,
+        num_groups,
+        num_tiles,
+        k,
+        **_merge_constexprs(vocab_size, k, has_d2t=d2t is not None),
+        num_warps=_merge_warps(vocab_size),
+    )
+
+
+def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """Representative instances for the ahead-of-time compile test: V = 32000 and 151936, k = 8."""
+    pointers = {
+        "logits_ptr": "*bf16:16",
+        "workspace_ptr": "*fp32:16",
+        "scores_ptr": "*fp32:16",
+        "ids_ptr": "*i32:16",
+    }
+    pointers |= {"d2t_ptr": "*i64:16"}
+
+    def signature(kernel: object) -> dict[str, str]:
+        names = [name for name in kernel.arg_names if name.islower()]
+        aligned = {"logits_stride_r": "i32:16", "vocab_size": "i32:16"}
+        return {name: (pointers | aligned).get(name, "i32") for name in names}
+
+    tile = (
+        logprob_topk_kernel_tile,
+        signature(logprob_topk_kernel_tile),
+        {"GROUPS_PER_TILE": TILE // GROUP, "GROUP": GROUP},
+        {"num_warps": _TILE_WARPS},
+    )
+    merge = [
+        (
+            logprob_topk_kernel_merge,
+            signature(logprob_topk_kernel_merge),
+            _merge_constexprs(vocab_size, 8, has_d2t=has_d2t),
+            {"num_warps": _merge_warps(vocab_size)},
+        )
+        for vocab_size, has_d2t in ((32000, True), (151936, False))
+    ]
+    return [tile, *merge]

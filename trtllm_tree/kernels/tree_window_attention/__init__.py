@@ -1,0 +1,122 @@
+"""Op `tree_window_attention`: the masked verify or lane window, merged with the prefix partial.
+
+Owns the contract, the checks and the dispatch. It must not know what the rows are (verify nodes or draft
+lanes), how the mask came about, or which leaf computed the partial.
+
+Legend: B requests, R rows, W window, Hq/Hkv query and KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_tree.kernels.dispatch import use_triton
+
+_QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tree_window_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    mask: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse2: torch.Tensor,
+    *,
+    window: int,
+    causal_prefix: bool,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of every row over its prefix, whose partial is given, and its masked window.
+
+    With P = prefix_lens[b], window column j is the key at position P + j; row r sees it iff bit j of
+    mask[b, r] is set. The rest of what row r sees is the prefix, keys [0, P). Its partial covers
+    `causal_prefix=False`: all of it; `causal_prefix=True`: keys [0, P - R + 1 + r), as a causal decode of
+    R rows over P keys does, and the tail up to P is attended here. A partial over no key is told by that
+    count, and then prefix_out and prefix_lse2 are never read. A row that sees nothing at all gives 0.
+
+    Slots that no row of a request sees may hold anything, NaN and infinity included.
+
+    Args:
+        q: [B, R, Hq, D] float32, bfloat16 or float16.
+        k_cache: [num_pages, Hkv, page_size, D], any strides; q's dtype, or float8_e4m3fn (unscaled) under a
+            16-bit q. Query head h reads KV head h // (Hq / Hkv).
+        v_cache: as k_cache; its strides may differ.
+        page_table: int32 [B, max_pages]. A position beyond it, and an entry < 0, mean the dummy page 0.
+        prefix_lens: int32 [B], keys before the window.
+        mask: int64 [B, R, ceil(W / 64)], bits at and above W are ignored.
+        prefix_out: [B, R, Hq, D] q's dtype or float32, the partial's normalised output.
+        prefix_lse2: float32 [B, R, Hq], log2 of the partial's sum of exp(scale * q . k).
+        window: W, keys in the window, >= 1.
+        causal_prefix: what the partial covers, see above.
+        scale: multiplies q . k.
+        out: [B, R, Hq, D] in q's dtype, may be prefix_out itself; allocated if None.
+
+    Returns:
+        `out`. The last dimension of every tensor is contiguous. Allocates nothing and never syncs when `out`
+        is given on a GPU.
+
+    Source: seed, "One tree attention"; the merge of partial softmaxes is Milakov and Gimelshein 2018.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check(q, k_cache, v_cache, page_table, prefix_lens, mask, prefix_out, prefix_lse2, window, out)
+    if use_triton(q):
+        from trtllm_tree.kernels.tree_window_attention.triton import launch as run
+    else:
+        from trtllm_tree.kernels.tree_window_attention.reference import reference as run
+    run(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        prefix_lens,
+        mask,
+        prefix_out,
+        prefix_lse2,
+        window=window,
+        causal_prefix=causal_prefix,
+        scale=scale,
+        out=out,
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    mask: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse2: torch.Tensor,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    batch, num_rows, num_heads, head_dim = q.shape
+    assert q.dtype in _QUERY_DTYPES, f"q is {q.dtype}"
+    assert k_cache.dtype == v_cache.dtype, "K and V differ in dtype"
+    fp8 = k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32
+    assert k_cache.dtype == q.dtype or fp8, f"{k_cache.dtype} keys under a {q.dtype} query"
+    assert k_cache.shape == v_cache.shape, "K and V differ in shape"
+    assert k_cache.shape[3] == head_dim, "K and q differ in head dim"
+    assert num_heads % k_cache.shape[1] == 0, "query heads must be a multiple of KV heads"
+    assert page_table.dtype == torch.int32, "page_table must be int32"
+    assert page_table.dim() == 2, "page_table must be [B, max_pages]"
+    assert page_table.shape[0] == batch, "page_table has another batch"
+    assert prefix_lens.dtype == torch.int32, "prefix_lens must be int32"
+    assert prefix_lens.shape == (batch,), "prefix_lens must be [B]"
+    assert window >= 1, "an empty window"
+    assert mask.dtype == torch.int64, "mask must be int64"
+    assert mask.shape == (batch, num_rows, -(-window // 64)), "mask must be [B, R, ceil(W / 64)]"
+    assert prefix_out.dtype in (q.dtype, torch.float32), f"prefix_out is {prefix_out.dtype}"
+    assert prefix_out.shape == q.shape == out.shape, "q, prefix_out and out differ in shape"
+    assert prefix_lse2.dtype == torch.float32, "prefix_lse2 must be float32"
+    assert prefix_lse2.shape == q.shape[:3], "prefix_lse2 must be [B, R, Hq]"
+    assert out.dtype == q.dtype, "out must have q's dtype"
+    for tensor in (q, k_cache, v_cache, page_table, prefix_lens, mask, prefix_out, prefix_lse2, out):
+        assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension must be contiguous"
