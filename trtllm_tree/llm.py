@@ -6,6 +6,7 @@ fails alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
@@ -58,13 +59,14 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> LLM:
-        """An LLM for a loaded YAML file.
+        """An LLM for a loaded YAML file. Its env_overrides are set in this process, as TensorRT-LLM does.
 
         Raises:
             ConfigError: also for options of the file that this host cannot honour.
         """
         if problems := host_problems(config, "embedded"):
             raise ConfigError(problems)
+        os.environ.update(config.env_overrides)
         options = {item.name: getattr(config.engine, item.name) for item in fields(config.engine)}
         return cls(speculative_config=config.speculative, **options)
 
@@ -111,7 +113,9 @@ class LLM:
             RequestError: a single prompt that cannot be served.
         """
         if _is_single(prompts):
-            assert not isinstance(sampling_params, Sequence), "one prompt takes one SamplingParams"
+            if isinstance(sampling_params, Sequence):
+                rule = "one prompt takes one SamplingParams"
+                raise ConfigError(Problem("sampling_params", len(sampling_params), rule, "Pass it alone."))
             output = self._run([prompts], [sampling_params or SamplingParams()])[0]  # type: ignore[list-item]
             if output.error is not None:
                 raise output.error
@@ -193,7 +197,8 @@ def _with_head(model: str, config: SpeculativeConfig | None) -> SpeculativeConfi
     if config is None or config.speculative_model is not None:
         return config
     if model == "demo":
-        return replace(config, speculative_model="demo")
+        nodes = None if config.is_default_nodes else config.num_nodes
+        return replace(config, speculative_model="demo", num_nodes=nodes)  # type: ignore[arg-type]
     rule = "speculation needs a draft head"
     raise ConfigError(
         Problem("speculative_model", None, rule, "Name the directory of an EAGLE3 checkpoint for this model.")

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from trtllm_tree import __version__
-from trtllm_tree.cli import check
+from trtllm_tree.cli import bench, check, generate, trace
 from trtllm_tree.errors import TreeError
 
-COMMANDS = (check,)
+COMMANDS = (generate, trace, check, bench)
 
 
 def build_parser() -> argparse.ArgumentParser:

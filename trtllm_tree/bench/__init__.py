@@ -1,0 +1,1 @@
+"""Measurements. A number is quoted only with its hardware, shapes, baseline and commit."""
