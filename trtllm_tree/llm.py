@@ -86,12 +86,17 @@ class LLM:
         self.__dict__.pop("engine", None)
         self.__dict__.pop("spec_round", None)
 
+    # An empty list is one prompt of no tokens; only there do the two overlap.
     @overload
-    def generate(self, prompts: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput: ...
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None
+    ) -> RequestOutput: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]: ...
 
     def generate(
@@ -128,7 +133,9 @@ class LLM:
             raise ConfigError(Problem("sampling_params", len(each), rule, "Pass a single SamplingParams."))
         return self._run(many, each)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """Generate for one prompt, yielding the growing output after every step that changed it.
 
         Closing the iterator early cancels the request.
@@ -136,12 +143,14 @@ class LLM:
         Raises:
             RequestError: when the request cannot be served, or fails on the way.
         """
+        # Kept, so that an open stream survives `close`.
+        engine = self.engine
         request = self._add(prompt, sampling_params or SamplingParams())
         try:
             shown_text, shown_ids = "", 0
             while True:
                 while request.finish_reason is None and len(request.output.token_ids) == shown_ids:
-                    self.engine.step()
+                    engine.step()
                 output = _output(request, prompt)
                 output.outputs[0].text_diff = output.outputs[0].text[len(shown_text) :]
                 output.outputs[0].token_ids_diff = output.outputs[0].token_ids[shown_ids:]
@@ -152,7 +161,7 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            self.engine.abort(request)
+            engine.abort(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the model's chat template."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_tree.config.engine import EngineConfig
 from trtllm_tree.config.load import RunConfig, load_config
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
@@ -32,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     add_run_arguments(parser)
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     parser.add_argument(
         "--compare", action="store_true", help="run plain, chain and tree, and say whether they agree"
     )
@@ -42,19 +42,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that runs one prompt."""
-    parser.add_argument("--config", metavar="YAML", required=True, help="file with TensorRT-LLM's keys")
+    parser.add_argument(
+        "--config", metavar="YAML", help="file with TensorRT-LLM's keys (default: K=4, S=5, N=32 on the demo)"
+    )
     parser.add_argument("--model", metavar="DIR", help='target model directory, or "demo"')
     parser.add_argument("--speculative-model", metavar="DIR", help='draft head directory, or "demo"')
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the user's message")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt into the chat template")
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """The config file with the command line's overrides.
+    """The config file, or the demo's config, with the command line's overrides.
 
     Raises:
         ConfigError: with every problem.
     """
+    if args.config is None:
+        speculative = SpeculativeConfig(
+            tree_topk=4, num_steps=5, num_nodes=32, speculative_model=args.speculative_model
+        )
+        return RunConfig(engine=EngineConfig(model=args.model or "demo"), speculative=speculative)
     overrides: dict[str, object] = {}
     if args.model is not None:
         overrides["model"] = args.model
@@ -62,7 +70,9 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         overrides["speculative_config"] = {"speculative_model": args.speculative_model}
     config = load_config(args.config, overrides=overrides)
     if not config.engine.model:
-        raise ConfigError(Problem("model", "", "no model is named", "Add --model DIR, or model: in the file."))
+        raise ConfigError(
+            Problem("model", "", "no model is named", "Add --model DIR, or model: in the file.")
+        )
     return config
 
 

@@ -8,11 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtllm_tree.cli.generate import DEFAULT_PROMPT, config_of, prompt_of
-from trtllm_tree.config.engine import EngineConfig
-from trtllm_tree.config.load import RunConfig
+from trtllm_tree.cli.generate import add_run_arguments, config_of, prompt_of
 from trtllm_tree.config.sampling import SamplingParams
-from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.errors import ConfigError, Problem
 
 
@@ -25,14 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument("--html", metavar="FILE", required=True, help="the page to write")
-    parser.add_argument(
-        "--config", metavar="YAML", help="file with TensorRT-LLM's keys (default: K=4, S=5, N=32 on the demo)"
-    )
-    parser.add_argument("--model", metavar="DIR", help='target model directory, or "demo"')
-    parser.add_argument("--speculative-model", metavar="DIR", help='draft head directory, or "demo"')
-    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the user's message")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
-    parser.add_argument("--raw", action="store_true", help="do not put the prompt into the chat template")
+    add_run_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -48,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from trtllm_tree.trace import TraceRecorder, render_html
 
     path = _page_path(args.html)
-    config = _config_of(args)
+    config = config_of(args)
     speculative = config.speculative
     if speculative is None:
         rule = "without a draft head there is no tree to draw"
@@ -85,15 +75,6 @@ def run(args: argparse.Namespace) -> int:
         f"{acceptance.tokens_per_forward:.2f} tokens per target forward"
     )
     return 0
-
-
-def _config_of(args: argparse.Namespace) -> RunConfig:
-    if args.config is not None:
-        return config_of(args)
-    speculative = SpeculativeConfig(
-        tree_topk=4, num_steps=5, num_nodes=32, speculative_model=args.speculative_model
-    )
-    return RunConfig(engine=EngineConfig(model=args.model or "demo"), speculative=speculative)
 
 
 def _page_path(name: str) -> Path:

@@ -25,6 +25,8 @@ def use_triton(tensor: torch.Tensor) -> bool:
     choice = os.environ.get("TLLM_TREE_KERNELS", "auto")
     if choice not in _CHOICES:
         raise ConfigError(
-            Problem("TLLM_TREE_KERNELS", choice, f"must be one of {', '.join(_CHOICES)}", "Unset it for `auto`.")
+            Problem(
+                "TLLM_TREE_KERNELS", choice, f"must be one of {', '.join(_CHOICES)}", "Unset it for `auto`."
+            )
         )
     return tensor.is_cuda if choice == "auto" else choice == "triton"

@@ -51,7 +51,13 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
     return [
         (
             greedy_tokens_kernel,
-            {"logits_ptr": f"*{dtype}", "tokens_ptr": "*i32", "vocab_size": "i32", "row_stride": "i32", "BLOCK": "constexpr"},
+            {
+                "logits_ptr": f"*{dtype}",
+                "tokens_ptr": "*i32",
+                "vocab_size": "i32",
+                "row_stride": "i32",
+                "BLOCK": "constexpr",
+            },
             {"BLOCK": _BLOCK},
             {"num_warps": 8},
         )
