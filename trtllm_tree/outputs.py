@@ -31,8 +31,8 @@ class AcceptanceStats:
 
     @property
     def num_accepted_drafts(self) -> int:
-        """Draft tokens that were kept: every kept token but one per forward."""
-        return sum(self.accept_lens) - len(self.accept_lens)
+        """Draft tokens that were kept: every kept token but one per forward (a failed forward kept none)."""
+        return sum(max(length - 1, 0) for length in self.accept_lens)
 
     def histogram(self) -> dict[int, int]:
         """Forwards by number of tokens kept, ascending."""

@@ -53,7 +53,7 @@ class DraftModel(Protocol):
     d2t: torch.Tensor | None
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Target features [T, F] to draft hidden rows [T, H]."""
+        """Target features [..., F] to draft hidden rows [..., H]."""
         ...
 
     def chain_rows(
@@ -66,7 +66,12 @@ class DraftModel(Protocol):
         ...
 
     def lane_rows(
-        self, step: int, token_ids: torch.Tensor, hidden: torch.Tensor, lanes: TreeDraftInputs, batch: RoundBatch
+        self,
+        step: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        lanes: TreeDraftInputs,
+        batch: RoundBatch,
     ) -> torch.Tensor:
         """Lane rows of `step` 1 .. S-1: `token_ids` int32 [B, K], `hidden` [B, K, H]; returns [B, K, H]."""
         ...

@@ -60,9 +60,7 @@ def measure(config: RunConfig, files: Sequence[Path], *, max_tokens: int) -> lis
     if tree is None:
         rule = "acceptance needs a draft head"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
-    chain = SpeculativeConfig(
-        tree_topk=1, num_steps=tree.num_steps, speculative_model=tree.speculative_model
-    )
+    chain = SpeculativeConfig(tree_topk=1, num_steps=tree.num_steps, speculative_model=tree.speculative_model)
     rows = []
     for mode, speculative in (("chain", chain), ("tree", tree)):
         with LLM.from_config(_with(config, speculative)) as llm:

@@ -57,7 +57,7 @@ class Eagle:
         ints, longs = {"dtype": torch.int32, "device": device}, {"dtype": torch.int64, "device": device}
         topk = self._topk
         self._step0_tokens = torch.zeros(max_batch, self._path_len, **ints)
-        self._row_base = torch.arange(max_batch, **longs) * self._path_len - 1
+        self._row_base = torch.arange(max_batch, **longs) * self._path_len
         self._last_row = torch.zeros(max_batch, **longs)
         self._last_hidden = torch.zeros(max_batch, model.hidden_size, dtype=model.dtype, device=device)
         self._frontier = torch.zeros(max_batch, **ints)
@@ -105,10 +105,14 @@ class Eagle:
         tokens = torch.clamp(predict[:, :width], min=0, out=self._step0_tokens[:size])
         hidden = self._model.fuse(features[:, :width])
         hidden = self._model.chain_rows(tokens, hidden, positions[:, :width], batch)
-        last_row = torch.add(self._row_base[:size], accept_len, out=self._last_row[:size])
+        last = torch.sub(accept_len, 1, out=self._last_row[:size])
+        root = self._root[:size]
+        torch.gather(predict, 1, last.unsqueeze(1), out=root.unsqueeze(1))
+        root.clamp_(min=0)
+        # The dummy tokens of a reset or pad slot are a chain of N nodes: more may be kept than was ever drafted.
+        last_row = last.clamp_(max=width - 1).add_(self._row_base[:size])
         last_hidden = self._last_hidden[:size]
         torch.index_select(hidden.view(size * width, -1), 0, last_row, out=last_hidden)
-        root = torch.index_select(tokens.view(-1), 0, last_row, out=self._root[:size])
         frontier = torch.add(batch.committed_lens, accept_len, out=self._frontier[:size])
         return self.draft_from(batch, last_hidden, root, frontier)
 

@@ -15,8 +15,7 @@ class PrefillAttention:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self._segments = [
-            (segment, torch.tensor([segment.end], dtype=torch.int32, device=device))
-            for segment in segments
+            (segment, torch.tensor([segment.end], dtype=torch.int32, device=device)) for segment in segments
         ]
 
     def attend(

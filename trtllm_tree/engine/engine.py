@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.engine.chain_attention import PrefillAttention
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.model_runner import ModelRunner
 from trtllm_tree.engine.output import OutputText
-from trtllm_tree.engine.plain import greedy_tokens
 from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, Segment
 from trtllm_tree.engine.request import Request
 from trtllm_tree.engine.scheduler import Scheduler
 from trtllm_tree.errors import Problem, RequestError
+from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.window_slots import window_slots
 
 
@@ -77,6 +78,7 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request that is not finished yet."""
         if request.finish_reason is None:
+            request.output.finish("cancelled")
             request.finish_reason = "cancelled"
             self._scheduler.finish(request)
 
@@ -97,13 +99,17 @@ class Engine:
             return [Problem("prompt", "", "must have at least one token", "Send a non-empty prompt.")]
         problems = []
         vocab = self.runner.config.vocab_size
-        if bad := [token for token in prompt_ids if not 0 <= token < vocab]:
+        if bad := [token for token in prompt_ids if not (is_int(token) and 0 <= token < vocab)]:
             rule = f"token ids must lie in [0, {vocab})"
             problems.append(Problem("prompt", bad[:5], rule, "Tokenise it with this model's tokenizer."))
+        if not is_int(params.max_tokens):
+            return problems
         limit = len(prompt_ids) + params.max_tokens
         if limit > self.max_seq_len:
             rule = f"prompt ({len(prompt_ids)} tokens) plus max_tokens must be at most max_seq_len = {self.max_seq_len}"
-            problems.append(Problem("max_tokens", params.max_tokens, rule, "Lower max_tokens or cut the prompt."))
+            problems.append(
+                Problem("max_tokens", params.max_tokens, rule, "Lower max_tokens or cut the prompt.")
+            )
         elif not self._scheduler.fits(self.hook.max_kv_extent(limit)):
             rule = f"prompt plus max_tokens ({limit} tokens, and one verify window) must fit the KV pool"
             remedy = "Lower max_tokens, or raise kv_cache_config.max_tokens."
@@ -192,9 +198,8 @@ class Engine:
         """Append tokens to a request's output, and end it when they do; returns how many were kept."""
         usable = tokens[: tokens.index(-1)] if -1 in tokens else tokens
         kept = request.output.extend(usable)
-        request.finish_reason = request.output.finish_reason
-        if request.finish_reason is None and len(usable) < len(tokens):
-            request.finish_reason = "error"
+        if request.output.finish_reason is None and len(usable) < len(tokens):
+            request.output.finish("error")
             request.error = RequestError(
                 Problem(
                     "logits",
@@ -203,6 +208,7 @@ class Engine:
                     "Check the weights and the dtype; other requests are not affected.",
                 )
             )
+        request.finish_reason = request.output.finish_reason
         if request.finish_reason is not None:
             self._scheduler.finish(request)
         return kept

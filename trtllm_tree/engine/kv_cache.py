@@ -37,6 +37,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -46,12 +47,15 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages; admission has made sure that they exist."""
         assert count <= len(self._free), f"asked for {count} pages, {len(self._free)} are free"
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._taken.update(pages)
+        return pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back."""
+        assert self._taken.issuperset(pages), "a page was given back twice, or never taken"
+        self._taken.difference_update(pages)
         self._free.extend(pages)
-        assert len(self._free) < self.num_pages, "a page was given back twice"
 
 
 class CacheGroup:

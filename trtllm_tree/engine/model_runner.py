@@ -36,8 +36,9 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    name = target_layer(int(module.layer_idx))  # type: ignore[arg-type]
-    group, _, _ = paged_cache.layer(name)
+    layer_idx: Any = module.layer_idx
+    name = target_layer(layer_idx)
+    group = paged_cache.layer(name)[0]
     k_cache, v_cache = paged_cache.write(name, paged_batch.write_slots[group], k, v)
     out = paged_batch.attention.attend(q, k_cache, v_cache, paged_batch.page_tables[group], scaling)
     return out.unsqueeze(0), None
@@ -94,12 +95,13 @@ class ModelRunner:
 
     def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self.device, self.dtype = device, dtype
-        model = AutoModelForCausalLM.from_pretrained(
+        # transformers' auto classes are typed as nn.Module at best.
+        model: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
         )
         self.model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
-        self._decoder = self.model.get_decoder()
+        self._decoder = model.get_decoder()
 
     def keep_features(self, layers: Sequence[int], max_rows: int) -> torch.Tensor:
         """Keep the stream that enters each of `layers`, side by side, in the returned [max_rows, F] buffer.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from trtllm_tree.config.sampling import SamplingParams
 
 
@@ -24,7 +22,7 @@ class OutputText:
 
     Attributes:
         token_ids: ids so far, a stop token included.
-        finish_reason: None, "stop" or "length".
+        finish_reason: None, "stop" or "length"; or what the engine ended it with.
         stop_reason: the stop token id or stop string, if one ended the sequence.
     """
 
@@ -34,8 +32,10 @@ class OutputText:
         self._stops = params.stop_strings
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids = frozenset(params.stop_token_ids or [])
-        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._text = ""
+        # The latest ids; the first `_num_shown` of them are in the text, and give the others their context.
+        self._tail: list[int] = []
+        self._num_shown = 0
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -55,22 +55,48 @@ class OutputText:
                 return count
         return len(tokens)
 
+    def finish(self, reason: str) -> None:
+        """End the sequence here; what was held back becomes text."""
+        self.finish_reason = reason
+        self._text += self._undecided()
+
     def _append(self, token: int) -> None:
         self.token_ids.append(token)
         is_stop_token = token in self._eos_ids or token in self._stop_ids
         if not is_stop_token or self._params.include_stop_str_in_output:
             self._decode(token)
         if is_stop_token:
-            self._finish("stop", token)
+            self.stop_reason = token
+            self.finish("stop")
         elif (stop := self._find_stop()) is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         elif len(self.token_ids) >= self._params.max_tokens:
-            self._finish("length", None)
+            self.finish("length")
 
     def _decode(self, token: int) -> None:
-        if self._tokenizer is not None:
-            piece = self._stream.step(self._tokenizer.backend_tokenizer, token)
-            self._text += piece or ""
+        """Append the text of `token`, unless it ends inside a character."""
+        self._tail.append(token)
+        piece = self._undecided()
+        if piece and not piece.endswith("\ufffd"):
+            self._text += piece
+            self._tail = self._tail[self._num_shown :]
+            self._num_shown = len(self._tail)
+
+    def _undecided(self) -> str:
+        """Text of the tail behind what is shown of it.
+
+        Cut by length: byte-fallback decoders rewrite what was shown when invalid bytes follow it, where the
+        DecodeStream of tokenizers raises.
+        """
+        if self._tokenizer is None:
+            return ""
+        whole, shown = (
+            self._tokenizer.backend_tokenizer.decode(
+                ids, skip_special_tokens=self._params.skip_special_tokens
+            )
+            for ids in (self._tail, self._tail[: self._num_shown])
+        )
+        return whole[len(shown) :]
 
     def _find_stop(self) -> str | None:
         """The stop string that ends earliest; cuts the text there."""
@@ -81,20 +107,6 @@ class OutputText:
         end, start, stop = min(found)
         self._text = self._text[: end if self._params.include_stop_str_in_output else start]
         return stop
-
-    def _finish(self, reason: str, stop_token: int | None) -> None:
-        """End the sequence; the stream may hold back the bytes of an unfinished character."""
-        self.finish_reason, self.stop_reason = reason, stop_token
-        if self._tokenizer is None:
-            return
-        ids = self.token_ids
-        if stop_token is not None and not self._params.include_stop_str_in_output:
-            ids = ids[:-1]
-        whole = self._tokenizer.backend_tokenizer.decode(
-            ids, skip_special_tokens=self._params.skip_special_tokens
-        )
-        if whole.startswith(self._text):
-            self._text = whole
 
     def _held_back(self) -> int:
         """Length of the longest tail of the text that begins a stop string."""

@@ -8,6 +8,7 @@ import torch
 
 from trtllm_tree.engine.chain_attention import DecodeAttention
 from trtllm_tree.engine.ports import DecodeBatch, DecodeWindow, Segment, StepTokens
+from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 
 
 class PlainDecode:
@@ -54,9 +55,3 @@ class PlainDecode:
         tokens = greedy_tokens(logits)
         self._last_tokens[batch.slots] = tokens
         return StepTokens(tokens.unsqueeze(1), torch.ones_like(tokens))
-
-
-def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Argmax int32 [M] of logits [M, V], ties to the lower id; -1 for a row with a NaN."""
-    peak, token = logits.max(dim=-1)
-    return token.masked_fill(peak.isnan(), -1).int()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.verify_tree import verify_tree
 from trtllm_tree.sampling.base import Accepted, SamplingBackend
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
@@ -19,22 +20,16 @@ class GreedySampler(SamplingBackend):
         max_batch: rows of every buffer.
         num_nodes: N, rows of one request's window.
         device: where the buffers live.
-        dtype: dtype of the logits.
         tree: whether trees will be verified; a chain keeps no path.
     """
 
     name = "greedy"
     supports_tree_verify = True
 
-    def __init__(
-        self, max_batch: int, num_nodes: int, *, device: torch.device | str, dtype: torch.dtype, tree: bool
-    ) -> None:
+    def __init__(self, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool) -> None:
         ints = {"dtype": torch.int32, "device": device}
-        rows = max_batch * num_nodes
         self._num_nodes = num_nodes
-        self._peak = torch.zeros(rows, dtype=dtype, device=device)
-        self._argmax = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._flag = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._flag = torch.zeros(max_batch * num_nodes, dtype=torch.bool, device=device)
         self._target = torch.zeros(max_batch, num_nodes, **ints)
         self._predict = torch.zeros(max_batch, num_nodes, **ints)
         self._accept_len = torch.zeros(max_batch, **ints)
@@ -44,12 +39,8 @@ class GreedySampler(SamplingBackend):
 
     def target_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The target's choice int32 [B, N] at every row of `logits` [B*N, V]; -1 where a logit is NaN."""
-        rows = logits.shape[0]
-        peak, argmax, flag = self._peak[:rows], self._argmax[:rows], self._flag[:rows]
-        torch.max(logits, dim=-1, out=(peak, argmax))
-        argmax.masked_fill_(torch.ne(peak, peak, out=flag), -1)
-        target = self._target[: rows // self._num_nodes]
-        return target.copy_(argmax.view_as(target))
+        tokens = greedy_tokens(logits, tokens=self._target.view(-1)[: logits.shape[0]])
+        return tokens.view(-1, self._num_nodes)
 
     def verify(self, logits: torch.Tensor, tokens: torch.Tensor, *, tree: TreeVerifyBatch | None) -> Accepted:
         """See `SamplingBackend.verify`."""

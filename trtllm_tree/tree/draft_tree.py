@@ -67,7 +67,12 @@ class DraftTree:
         self._scores = torch.zeros(max_batch, num_nodes, **floats)
 
     def expand(
-        self, step: int, scores: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, lanes: TreeDraftInputs
+        self,
+        step: int,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        lanes: TreeDraftInputs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record one step's candidates and make the best K of them the next lanes.
 

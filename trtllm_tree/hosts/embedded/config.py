@@ -60,7 +60,9 @@ def resolve_config(
     max_seq_len = config.max_seq_len or model_limit
     if max_seq_len > model_limit:
         rule = f"the model's positions end at {model_limit}"
-        problems.append(Problem("max_seq_len", max_seq_len, rule, f"Set max_seq_len to at most {model_limit}."))
+        problems.append(
+            Problem("max_seq_len", max_seq_len, rule, f"Set max_seq_len to at most {model_limit}.")
+        )
     window_len = speculative.num_nodes if speculative is not None else 1
     max_extent = request_extent(window_len, max_seq_len)
     num_kv_tokens = config.kv_cache_tokens or max(
@@ -81,8 +83,6 @@ def resolve_config(
         max_extent=max_extent,
         num_kv_tokens=num_kv_tokens,
     )
-
-
 
 
 def _device(name: str, problems: list[Problem]) -> torch.device:

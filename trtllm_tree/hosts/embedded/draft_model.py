@@ -54,7 +54,12 @@ class EmbeddedDraftModel:
         return self._forward(token_ids, hidden, positions, slots, batch.draft_page_table, attention)
 
     def lane_rows(
-        self, step: int, token_ids: torch.Tensor, hidden: torch.Tensor, lanes: TreeDraftInputs, batch: RoundBatch
+        self,
+        step: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        lanes: TreeDraftInputs,
+        batch: RoundBatch,
     ) -> torch.Tensor:
         """See `ports.DraftModel.lane_rows`."""
         size = token_ids.shape[0]

@@ -120,10 +120,8 @@ def _speculation(
     hidden = features[: batch * nodes]
     spec_round = SpecRound(
         config,
-        drafter=Eagle(
-            draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device
-        ),
-        sampler=GreedySampler(batch, nodes, device=device, dtype=resolved.dtype, tree=config.is_tree),
+        drafter=Eagle(draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device),
+        sampler=GreedySampler(batch, nodes, device=device, tree=config.is_tree),
         hidden=hidden,
         num_slots=batch + 1,
         tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,
