@@ -27,7 +27,9 @@ def test_three_derivations_agree_on_ties_infinities_and_nan(
     vocab: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(vocab)
-    logits = torch.randn(7, vocab + 3).mul(4).round().to(dtype)[:, :vocab].to(device)  # many ties, strided rows
+    logits = (
+        torch.randn(7, vocab + 3).mul(4).round().to(dtype)[:, :vocab].to(device)
+    )  # many ties, strided rows
     logits[1] = -torch.inf
     logits[2, vocab // 2] = torch.inf
     logits[3, vocab - 1] = torch.nan

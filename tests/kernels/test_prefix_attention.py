@@ -1,4 +1,4 @@
-"""`prefix_attention` against float64 attention, one row and one head at a time (the partial of invariant I5)."""
+"""`prefix_attention` against float64 attention, one row and head at a time (the partial of invariant I5)."""
 
 from __future__ import annotations
 

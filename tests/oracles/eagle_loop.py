@@ -32,7 +32,10 @@ class SlowHead:
 
     def __init__(self, head_dir: Path, embedding: torch.Tensor) -> None:
         self.config = json.loads((head_dir / "config.json").read_text())
-        self.w = {name: t if t.dtype == torch.int64 else t.float() for name, t in load_file(head_dir / "model.safetensors").items()}
+        self.w = {
+            name: t if t.dtype == torch.int64 else t.float()
+            for name, t in load_file(head_dir / "model.safetensors").items()
+        }
         self.embedding = embedding.float()
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -51,11 +54,20 @@ class SlowHead:
         return features @ self.w["fc.weight"].T
 
     def rows(
-        self, tokens: list[int], hidden: torch.Tensor, start: int, past: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        tokens: list[int],
+        hidden: torch.Tensor,
+        start: int,
+        past: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Rows at positions start, start + 1, ... behind `past` keys and values; returns pre-norm rows and all K, V."""
         c, p = self.config, "midlayer."
-        count, heads, kv_heads, dim = len(tokens), c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        count, heads, kv_heads, dim = (
+            len(tokens),
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
         embedded = self._norm(self.embedding[tokens], p + "input_layernorm.weight")
         x = torch.cat([embedded, self._norm(hidden, p + "hidden_norm.weight")], dim=-1)
         q, k, v = (x @ self.w[f"{p}self_attn.{n}_proj.weight"].T for n in "qkv")
@@ -82,7 +94,14 @@ class SlowHead:
 
 
 def run(
-    head: SlowHead, features: torch.Tensor, tokens: list[int], num_prompt: int, *, topk: int, steps: int, nodes: int
+    head: SlowHead,
+    features: torch.Tensor,
+    tokens: list[int],
+    num_prompt: int,
+    *,
+    topk: int,
+    steps: int,
+    nodes: int,
 ) -> list[Round]:
     """Every round of drafting a trajectory.
 

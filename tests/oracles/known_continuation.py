@@ -1,8 +1,8 @@
-"""A drafter that knows the answer: candidates contain the target's true continuation with a fixed probability.
+"""A drafter that knows the answer: candidates contain the target's true next token with a fixed probability.
 
-Random heads propose nothing that a target accepts. With this scorer in place of the head's, accepted paths are long,
-have branches, and differ between requests, whatever the head computes. A lane off the true path is offered the true
-token as well, so that the right token often hangs under a wrong parent.
+Random heads propose nothing that a target accepts. With this scorer in place of the head's, accepted paths are
+long, have branches, and differ between requests, whatever the head computes. A lane off the true path is offered
+the true token as well, so that the right token often hangs under a wrong parent.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class RoundLog:
 
     def __init__(self, llm: LLM) -> None:
         self.verified: list[tuple[list[int], list[int], list[list[int]] | None]] = []
-        self.drafted: list[tuple[list[int], list[list[int]], list[list[int]] | None, torch.Tensor | None]] = []
+        self.drafted: list[
+            tuple[list[int], list[list[int]], list[list[int]] | None, torch.Tensor | None]
+        ] = []
         assert llm.spec_round is not None, "plain decoding has no rounds"
         llm.spec_round.observer = self
 
@@ -116,5 +118,9 @@ class RoundLog:
     @property
     def has_moved_rows(self) -> bool:
         """Whether a path was kept whose rows were not in front already."""
-        paths = [path[:length] for _, lengths, ps in self.verified for path, length in zip(ps or [], lengths, strict=False)]
+        paths = [
+            path[:length]
+            for _, lengths, ps in self.verified
+            for path, length in zip(ps or [], lengths, strict=False)
+        ]
         return any(path != list(range(len(path))) for path in paths)

@@ -1,7 +1,7 @@
 """Slow truth of a drafter: grows the tree over token paths, asking a scorer for each path's best children.
 
-Nothing here knows entries, lanes by number, masks or buffers: a candidate is its path from the root. It must not
-import the package, nor torch.
+Nothing here knows entries, lanes by number, masks or buffers: a candidate is its path from the root. It must
+not import the package, nor torch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def star(num_nodes: int) -> list[int]:
 
 
 def random_tree(rng: random.Random, num_nodes: int) -> list[int]:
-    """The parents of a tree in which each node hangs on any earlier one, deep trees being likelier than stars."""
+    """The parents of a tree in which each node hangs on any earlier one; later ones are likelier."""
     return [-1] + [max(rng.randrange(node), rng.randrange(node)) for node in range(1, num_nodes)]
 
 

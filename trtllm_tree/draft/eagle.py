@@ -109,7 +109,7 @@ class Eagle:
         root = self._root[:size]
         torch.gather(predict, 1, last.unsqueeze(1), out=root.unsqueeze(1))
         root.clamp_(min=0)
-        # The dummy tokens of a reset or pad slot are a chain of N nodes: more may be kept than was ever drafted.
+        # The dummy tokens of a reset or pad slot are a chain of N: more may be kept than was ever drafted.
         last_row = last.clamp_(max=width - 1).add_(self._row_base[:size])
         last_hidden = self._last_hidden[:size]
         torch.index_select(hidden.view(size * width, -1), 0, last_row, out=last_hidden)
