@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,42 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Workers that each use every core wait for one another, several times over on tiny tensors.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+from tests.builders import tiny_eagle3_dir, tiny_llama_dir
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernel tests run: the real kernels on a GPU, Triton's interpreter on a CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of four layers with a byte-level tokenizer."""
+    return tiny_llama_dir(tmp_path_factory.mktemp("tiny_target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A random EAGLE3 head for `tiny_target`."""
+    return tiny_eagle3_dir(tmp_path_factory.mktemp("tiny_head"), tiny_target)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_target: Path) -> Any:
+    """The tokenizer of `tiny_target`: one token a byte, and 41 letter pairs."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_target, local_files_only=True)

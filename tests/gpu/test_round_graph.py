@@ -60,7 +60,12 @@ class ReadyModel:
         return self._chain[token_ids.shape[1]]
 
     def lane_rows(
-        self, step: int, token_ids: torch.Tensor, hidden: torch.Tensor, lanes: TreeDraftInputs, batch: RoundBatch
+        self,
+        step: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        lanes: TreeDraftInputs,
+        batch: RoundBatch,
     ) -> torch.Tensor:
         lanes.slots(step, batch.draft_page_table, batch.draft_page_size)
         lanes.positions(step, token_ids.shape[0])
@@ -149,7 +154,9 @@ def _rig(config: SpeculativeConfig, device: str) -> Rig:
     tokens = torch.randint(0, 6, (NUM_SLOTS, nodes), generator=generator, dtype=torch.int32)
     spec_round.future_input_map.copy_(tokens)
     if spec_round.tree is not None:
-        parents = torch.tensor([[-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]])
+        parents = torch.tensor(
+            [[-1, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes))]]
+        )
         spec_round.tree.parents.parents.copy_(parents.expand(NUM_SLOTS, -1))
     return rig
 

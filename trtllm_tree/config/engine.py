@@ -32,7 +32,8 @@ class EngineConfig:
         max_num_tokens: rows of one prefill forward; a longer prompt is prefilled in chunks.
         max_seq_len: tokens of a request, prompt included; None takes the model's limit.
         tokens_per_block: KV rows of a page: 16, 32 or 64.
-        kv_cache_tokens: KV rows in the pool; None has room for max_batch_size requests of full length.
+        kv_cache_tokens: KV rows in the pool; None has room for max_batch_size requests of 2048 tokens, and for
+            one of full length.
 
     Raises:
         ConfigError: with every rule that is broken.

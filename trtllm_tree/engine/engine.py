@@ -92,6 +92,7 @@ class Engine:
             return self._prefill(plan)
         if requests := self._scheduler.decoding():
             return self._decode(requests)
+        assert not self.has_work, "requests wait for pages that nobody holds"
         return []
 
     def _size_problems(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Problem]:
