@@ -3,6 +3,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Threads that spin while they wait slow each other down many times over on a busy machine.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint setup clean
 
