@@ -70,4 +70,7 @@ def _gather(cache: torch.Tensor, page_table: torch.Tensor, position: torch.Tenso
     index = position.clamp(min=0) // page_size
     page = page_table.long().gather(1, index.clamp(max=max_pages - 1)).clamp(min=0)
     page = torch.where(index < max_pages, page, 0)
-    return cache[page, :, position % page_size].float()
+    if cache.element_size() > 1:
+        return cache[page, :, position % page_size].float()
+    # torch before 2.10 cannot index FP8 on a CPU.
+    return cache.view(torch.uint8)[page, :, position % page_size].view(cache.dtype).float()

@@ -107,7 +107,9 @@ def tree_window_attention_kernel(
         start = first_column + i * BLOCK_N
         column = start + n
         in_window = column < window
-        bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & (start >= 0), other=0)
+        # As a vector: newer interpreters take `vector & scalar` for an integer.
+        is_window = row * 0 + start >= 0
+        bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & is_window, other=0)
         bits = (bits >> (start & 63)).to(tl.int32)
         visible = (((bits[:, None] >> n[None, :]) & 1) != 0) & in_window[None, :]
         seen = (((tl.reduce(bits, 0, _bit_or) >> n) & 1) != 0) & in_window
