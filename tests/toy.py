@@ -146,7 +146,7 @@ class ToyDraft:
     ) -> torch.Tensor:
         self.lanes = lanes
         self._call("lanes", token_ids.shape[1])
-        slots = lanes.slots(step, batch.draft_page_table, batch.draft_page_size).tolist()
+        slots = lanes.slots(step, token_ids.shape[0]).tolist()
         positions = lanes.positions(step, len(slots)).tolist()
         out = self._forward(token_ids, hidden, slots)
         for request, pool_slot in enumerate(batch.slots.tolist()):

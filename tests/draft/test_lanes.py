@@ -31,11 +31,11 @@ def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(device, topk
     table[1, -1] = 0
     # From a page's start, over a page edge, and past the end of the table.
     frontier = [0, page_size * (pages - 1) - 1, page_size * pages - 1]
-    lanes.set_frontier(torch.tensor(frontier, dtype=torch.int32, device=device))
     addresses, written = set(), [set() for _ in frontier]
     for step in range(1, num_steps):
-        slots = lanes.slots(step, table.to(device), page_size)
-        addresses.add(slots.data_ptr())
+        lanes.begin(torch.tensor(frontier, dtype=torch.int32, device=device), table.to(device), page_size)
+        slots = lanes.slots(step, len(frontier))
+        addresses.add(slots.data_ptr() - slots.storage_offset() * slots.element_size())
         positions = [[first + (step - 1) * topk + lane for lane in range(topk)] for first in frontier]
         rows = zip(positions, table.tolist(), strict=True)
         assert slots.tolist() == [[slot_of(p, pages_of, page_size) for p in row] for row, pages_of in rows]
@@ -51,8 +51,9 @@ def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(device, topk
 def test_all_lanes_of_a_step_have_one_position(device):
     # Judged in bug B9: every lane of a step has the same depth, so no position is gathered through parents.
     lanes = TreeDraftInputs(MAX_BATCH, 3, 5, device)
-    lanes.set_frontier(torch.tensor([9, 0, 100, 7], dtype=torch.int32, device=device))
-    lanes.set_frontier(torch.tensor([40, 1], dtype=torch.int32, device=device))
+    table = torch.zeros(4, 1, dtype=torch.int32, device=device)
+    lanes.begin(torch.tensor([9, 0, 100, 7], dtype=torch.int32, device=device), table, 16)
+    lanes.begin(torch.tensor([40, 1], dtype=torch.int32, device=device), table[:2], 16)
     for step in range(1, 5):
         positions = lanes.positions(step, 2)
         assert positions.dtype == torch.int64

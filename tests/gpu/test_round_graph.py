@@ -67,7 +67,7 @@ class ReadyModel:
         lanes: TreeDraftInputs,
         batch: RoundBatch,
     ) -> torch.Tensor:
-        lanes.slots(step, batch.draft_page_table, batch.draft_page_size)
+        lanes.slots(step, token_ids.shape[0])
         lanes.positions(step, token_ids.shape[0])
         return self._lanes[step]
 

@@ -129,7 +129,7 @@ class Eagle:
         scores, ids = self._score_candidates(last_hidden)
         if self._tree is None or self._lanes is None:
             return self._chain_steps(batch, ids, last_hidden, root, frontier)
-        self._lanes.set_frontier(frontier)
+        self._lanes.begin(frontier, batch.draft_page_table, batch.draft_page_size)
         tokens, hidden = self._seed_tree_lanes(self._tree, self._lanes, scores, ids, last_hidden)
         self._tree_steps(self._tree, self._lanes, batch, tokens, hidden)
         drafted = self._tree.select(root)

@@ -17,8 +17,8 @@ from trtllm_tree.tree.topology import mask_words
 class TreeDraftInputs:
     """What lane attention reads, at fixed addresses, written within the round.
 
-    The drafter writes the frontier once per round (`set_frontier`); `draft_tree_expand` writes the masks
-    of the next step. `active` is True exactly while a lane forward runs.
+    The drafter writes lengths, positions and slots once per round (`begin`); `draft_tree_expand` writes the
+    masks of the next step. `active` is True exactly while a lane forward runs.
     """
 
     def __init__(self, max_batch: int, topk: int, num_steps: int, device: torch.device | str) -> None:
@@ -29,24 +29,30 @@ class TreeDraftInputs:
         self.lane_mask = torch.zeros(
             max_batch, topk, mask_words(self.window), dtype=torch.int64, device=device
         )  # [max_batch, K, words]
-        self._first = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(max_batch, topk, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(max_batch, topk, dtype=torch.int32, device=device)
+        self._step_index = torch.arange(num_steps - 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_batch, num_steps - 1, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_batch, self.window, dtype=torch.int32, device=device)
 
-    def set_frontier(self, frontier: torch.Tensor) -> None:
-        """Copy the accepted lengths int32 [B] of this round."""
-        self.frontier[: frontier.shape[0]].copy_(frontier)
+    def begin(self, frontier: torch.Tensor, page_table: torch.Tensor, page_size: int) -> None:
+        """Start a round's lanes.
+
+        Args:
+            frontier: int32 [B], accepted keys in the draft cache.
+            page_table: int32 [B, max_pages] of the draft cache.
+            page_size: KV rows of a page.
+        """
+        batch = frontier.shape[0]
+        self.frontier[:batch].copy_(frontier)
+        if self.window:
+            torch.add(frontier.unsqueeze(1), self._step_index, out=self._positions[:batch])
+            window_slots(
+                frontier, page_table, num_rows=self.window, page_size=page_size, slots=self._slots[:batch]
+            )
 
     def positions(self, step: int, batch: int) -> torch.Tensor:
         """RoPE positions int64 [B, K] of step 1 .. S-1: every lane of a step has the same depth."""
-        positions = self._positions[:batch]
-        positions.copy_(self.frontier[:batch].unsqueeze(1).expand_as(positions))
-        return positions.add_(step - 1)
+        return self._positions[:batch, step - 1 : step].expand(batch, self.topk)
 
-    def slots(self, step: int, page_table: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Draft-cache slots int32 [B, K] of step 1 .. S-1, through `page_table` int32 [B, max_pages]."""
-        batch = page_table.shape[0]
-        first = torch.add(self.frontier[:batch], (step - 1) * self.topk, out=self._first[:batch])
-        return window_slots(
-            first, page_table, num_rows=self.topk, page_size=page_size, slots=self._slots[:batch]
-        )
+    def slots(self, step: int, batch: int) -> torch.Tensor:
+        """Draft-cache slots int32 [B, K] of step 1 .. S-1."""
+        return self._slots[:batch, (step - 1) * self.topk : step * self.topk]

@@ -63,7 +63,7 @@ class EmbeddedDraftModel:
     ) -> torch.Tensor:
         """See `ports.DraftModel.lane_rows`."""
         size = token_ids.shape[0]
-        slots = lanes.slots(step, batch.draft_page_table, batch.draft_page_size)
+        slots = lanes.slots(step, size)
         rows = TreeCascadeRows(
             prefix_lens=lanes.frontier[:size],
             mask=lanes.lane_mask[:size],
