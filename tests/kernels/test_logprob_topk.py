@@ -39,6 +39,7 @@ def check(logits: torch.Tensor, k: int, d2t: torch.Tensor | None = None) -> None
     ids = torch.full((num_rows, k + 2), -7, dtype=torch.int32, device=logits.device)[:, :k]
     rows, columns = workspace_shape(num_rows, vocab_size)
     workspace = torch.full((rows + 1, columns + 3), NAN, device=logits.device)
+    workspace[:, 0] = 0  # the counters
     logprob_topk(logits, k, d2t=d2t, scores=scores, ids=ids, workspace=workspace)
     offsets = [0] * vocab_size if d2t is None else d2t.tolist()
     for r, row in enumerate(logits.float().tolist()):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_tree.config.speculative import SpeculativeConfig
+from trtllm_tree.kernels.accepted_rows import accepted_rows
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
 from trtllm_tree.ports import DraftModel, RoundBatch
 from trtllm_tree.tree.draft_tree import DraftTree
@@ -57,8 +58,7 @@ class Eagle:
         ints, longs = {"dtype": torch.int32, "device": device}, {"dtype": torch.int64, "device": device}
         topk = self._topk
         self._step0_tokens = torch.zeros(max_batch, self._path_len, **ints)
-        self._row_base = torch.arange(max_batch, **longs) * self._path_len
-        self._last_row = torch.zeros(max_batch, **longs)
+        self._last_rows = torch.zeros(max_batch, **longs)
         self._last_hidden = torch.zeros(max_batch, model.hidden_size, dtype=model.dtype, device=device)
         self._frontier = torch.zeros(max_batch, **ints)
         self._scores = torch.zeros(max_batch * topk, topk, dtype=torch.float32, device=device)
@@ -102,18 +102,21 @@ class Eagle:
         """
         size, width = predict.shape[0], self._path_len
         # Step 0 takes the longest possible path, not N rows: later rows cannot have been accepted.
-        tokens = torch.clamp(predict[:, :width], min=0, out=self._step0_tokens[:size])
+        tokens, last_rows = self._step0_tokens[:size], self._last_rows[:size]
+        root, frontier = self._root[:size], self._frontier[:size]
+        accepted_rows(
+            predict,
+            accept_len,
+            batch.committed_lens,
+            tokens=tokens,
+            last_rows=last_rows,
+            roots=root,
+            frontier=frontier,
+        )
         hidden = self._model.fuse(features[:, :width])
         hidden = self._model.chain_rows(tokens, hidden, positions[:, :width], batch)
-        last = torch.sub(accept_len, 1, out=self._last_row[:size])
-        root = self._root[:size]
-        torch.gather(predict, 1, last.unsqueeze(1), out=root.unsqueeze(1))
-        root.clamp_(min=0)
-        # The dummy tokens of a reset or pad slot are a chain of N: more may be kept than was ever drafted.
-        last_row = last.clamp_(max=width - 1).add_(self._row_base[:size])
         last_hidden = self._last_hidden[:size]
-        torch.index_select(hidden.view(size * width, -1), 0, last_row, out=last_hidden)
-        frontier = torch.add(batch.committed_lens, accept_len, out=self._frontier[:size])
+        torch.index_select(hidden.view(size * width, -1), 0, last_rows, out=last_hidden)
         return self.draft_from(batch, last_hidden, root, frontier)
 
     def draft_from(

@@ -20,8 +20,12 @@ TILE = 4096
 
 
 def workspace_shape(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """Shape of the float32 workspace; a row holds each group's max, then (max, sum of exp) of each tile."""
-    return num_rows, -(-vocab_size // GROUP) + 2 * -(-vocab_size // TILE)
+    """Shape of the float32 workspace.
+
+    A row holds a counter of finished tiles (as int32), each group's maximum, then (max, sum of exp) of each tile. It
+    must be zero when it is first used; the op leaves the counters zero.
+    """
+    return num_rows, 1 + -(-vocab_size // GROUP) + 2 * -(-vocab_size // TILE)
 
 
 def logprob_topk(
@@ -46,7 +50,8 @@ def logprob_topk(
         d2t: int64 [V] offsets from draft to target ids (EAGLE3), or None to return draft ids.
         scores: float32 [R, k] output, allocated when None.
         ids: int32 [R, k] output: `id`, or `id + d2t[id]`; allocated when None.
-        workspace: float32 of at least `workspace_shape(R, V)`, allocated when None. The reference ignores it.
+        workspace: float32 of at least `workspace_shape(R, V)`, zero at first use; allocated when None. Calls that
+            may overlap need one each. The reference ignores it.
 
     Returns:
         (scores, ids), every element written.
@@ -72,7 +77,7 @@ def logprob_topk(
         from trtllm_tree.kernels.logprob_topk.triton import launch
 
         if workspace is None:
-            workspace = logits.new_empty(workspace_shape(num_rows, vocab_size), dtype=torch.float32)
+            workspace = logits.new_zeros(workspace_shape(num_rows, vocab_size), dtype=torch.float32)
         needed = workspace_shape(num_rows, vocab_size)
         assert workspace.dtype == torch.float32 and workspace.stride(-1) == 1, (
             "workspace must be float32 rows"
