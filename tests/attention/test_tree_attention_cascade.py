@@ -10,9 +10,13 @@ import torch
 
 from tests.oracles import attention_paths as oracle
 from tests.oracles import trees
+from trtllm_tree.attention.base import AttentionLeaf
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
+from trtllm_tree.attention.leaves.triton import TritonLeaf
+from trtllm_tree.hosts.embedded.host import default_leaf
 from trtllm_tree.kernels.prefix_attention import prefix_attention
+from trtllm_tree.support.report import Refused, Supported
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SCALE = 0.3
@@ -67,11 +71,11 @@ class Case:
             self.q, self.k_cache, self.v_cache, self.page_table, prefix_lens, visible, scale=SCALE
         )
 
-    def attend(self, leaf: ReferenceLeaf) -> torch.Tensor:
+    def attend(self, leaf: AttentionLeaf) -> torch.Tensor:
         args = (self.q, self.k_cache, self.v_cache, self.page_table)
         return TreeCascade(leaf).attend(*args, self.rows, SCALE)
 
-    def check(self, leaf: ReferenceLeaf) -> None:
+    def check(self, leaf: AttentionLeaf) -> None:
         out = self.attend(leaf)
         assert out.dtype == self.q.dtype
         error = (out.double() - self.truth).abs().max().item()
@@ -167,3 +171,59 @@ def test_a_siblings_key_changes_nothing(device):
         after = case.attend(leaf)
         assert torch.equal(after[0, [0, 2, 3]], before[0, [0, 2, 3]])
         assert not torch.equal(after[0, 1], before[0, 1])
+
+
+@pytest.fixture
+def triton_leaf(device, monkeypatch) -> TritonLeaf:
+    """The one-pass leaf, interpreted where there is no GPU."""
+    monkeypatch.setenv("TLLM_TREE_KERNELS", "triton")
+    return TritonLeaf(torch.device(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_nodes", "page_size", "heads"), [(1, 16, (2, 2)), (7, 64, (4, 2)), (17, 32, (2, 1))]
+)
+def test_the_one_pass_leaf_verifies_trees(device, triton_leaf, num_nodes, page_size, heads, dtype):
+    prefix_lens = [0, num_nodes, page_size - 1, page_size, 2 * page_size + 5]
+    visible = verify_rows(num_nodes, len(prefix_lens))
+    Case(device, prefix_lens, visible, num_nodes, page_size=page_size, heads=heads, dtype=dtype).check(
+        triton_leaf
+    )
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(4, 4), (8, 10)])
+def test_the_one_pass_leaf_attends_lanes(device, triton_leaf, topk, num_steps):
+    rng = random.Random(topk)
+    prefix_lens = [0, topk, 67]
+    for step in (1, num_steps - 1):
+        visible = [lane_rows(rng, topk, step) for _ in prefix_lens]
+        Case(device, prefix_lens, visible, (num_steps - 1) * topk).check(triton_leaf)
+
+
+def test_the_one_pass_leaf_gives_no_partial_and_the_others_no_pass(triton_leaf):
+    with pytest.raises(NotImplementedError, match="triton"):
+        triton_leaf.prefix_decode(*[torch.empty(0)] * 5, max_prefix_len=1, scale=1.0)
+    with pytest.raises(NotImplementedError, match="reference"):
+        ReferenceLeaf().tree_decode(*[torch.empty(0)] * 6, window=1, scale=1.0)
+
+
+def test_the_one_pass_leaf_refuses_devices_it_cannot_serve(monkeypatch):
+    answer = TritonLeaf(torch.device("cpu")).tree_support()
+    assert isinstance(answer.verify, Refused)
+    assert answer.lanes == answer.verify
+    assert "cpu" in answer.verify.reason
+    monkeypatch.setenv("TLLM_TREE_KERNELS", "triton")
+    assert TritonLeaf(torch.device("cpu")).tree_support().verify == Supported()
+
+    on_gpu = TritonLeaf(torch.device("cuda"))
+    for capability, expected in (((7, 5), Refused), ((8, 0), Supported), ((9, 0), Supported)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert isinstance(on_gpu.tree_support().verify, expected)
+
+
+def test_the_default_leaf_follows_the_device_and_is_logged(caplog):
+    with caplog.at_level("INFO"):
+        assert isinstance(default_leaf("cpu"), ReferenceLeaf)
+        assert isinstance(default_leaf("cuda:0"), TritonLeaf)
+    assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["reference", "triton"]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.builders import tiny_llama_dir
 from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.engine.chain_attention import TorchDecodeAttention
 from trtllm_tree.engine.engine import Engine
 from trtllm_tree.engine.kv_cache import CacheGroup, GroupSpec, KVCache
 from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, target_layer_specs
@@ -82,7 +83,7 @@ def _engine(
     return Engine(
         runner,
         cache,
-        PlainDecode(max_batch_size + 1, runner.device),
+        PlainDecode(max_batch_size + 1, runner.device, TorchDecodeAttention()),
         tokenizer=None,
         eos_ids=[EOS],
         max_batch_size=max_batch_size,

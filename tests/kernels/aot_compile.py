@@ -22,6 +22,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 import trtllm_tree.kernels
 
@@ -54,7 +55,8 @@ def compile_spec(
         types[name] = kind
         if multiple:
             attributes[(i,)] = [["tt.divisibility", int(multiple)]]
-    source = ASTSource(kernel, types, constexprs=constexprs, attrs=attributes)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, types, constexprs=constexprs, attrs=attributes)
     cubin = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
     usage = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", cuobjdump(cubin, "--dump-resource-usage")))
     return {
@@ -71,11 +73,17 @@ def compile_op(name: str, capability: int) -> dict[str, object]:
     """What became of one op; an `error` if any of it failed."""
     report: dict[str, object] = {"op": name, "kernels": [], "instances": []}
     try:
-        module = importlib.import_module(f"trtllm_tree.kernels.{name}.triton")
-        kernels = [f for f in vars(module).values() if isinstance(f, triton.runtime.JITFunction)]
+        modules = [importlib.import_module(f"trtllm_tree.kernels.{name}.triton")]
+        # Gluon kernels are written for one GPU generation: Hopper.
+        folder = Path(trtllm_tree.kernels.__file__).parent / name
+        if capability == 90 and (folder / "gluon.py").exists():
+            modules.append(importlib.import_module(f"trtllm_tree.kernels.{name}.gluon"))
+        functions = [f for module in modules for f in vars(module).values()]
+        kernels = [f for f in functions if isinstance(f, triton.runtime.JITFunction)]
         report["kernels"] = sorted(f.__name__ for f in kernels if "_kernel" in f.__name__)
         report["instances"] = [
             compile_spec(kernel, signature, constexprs, options, capability)
+            for module in modules
             for kernel, signature, constexprs, options in module.aot_specs()
         ]
     # A broken op is reported under its name, and the others are still compiled.

@@ -45,6 +45,13 @@ def test_the_wide_window_tile_uses_the_matrix_unit(reports):
     assert all(instance["mma"] for instance in wide)
 
 
+def test_one_pass_attention_uses_the_warpgroup_matrix_unit(reports):
+    instances = reports["tree_decode"]["instances"]
+    wide = [instance for instance in instances if int(instance["constexprs"].get("BLOCK_M", 0)) >= 64]
+    assert wide
+    assert all({"HGMMA", "UTCHMMA"} & set(instance["mma"]) for instance in wide)
+
+
 def test_an_op_without_specs_or_with_a_forgotten_kernel_is_a_problem(monkeypatch):
     name = "trtllm_tree.kernels.forgetful.triton"
     monkeypatch.setitem(sys.modules, name.rpartition(".")[0], types.ModuleType("forgetful"))

@@ -3,7 +3,8 @@
 Every row of a request sees the whole prefix; the ancestor mask concerns only the W keys behind it. So the
 leaf attends the prefix (where the time goes at long context), and `tree_window_attention` attends what is
 left of each row and merges both by their log-sum-exp. Verify runs it with R = W = N; draft lanes with
-R = K rows over their (S - 1) * K window. There is no second path for any size.
+R = K rows over their (S - 1) * K window. A leaf that can mask the window itself does all of it in one pass.
+Which of the two is the leaf's property: there is no second path for any size.
 """
 
 from __future__ import annotations
@@ -53,6 +54,17 @@ class TreeCascade:
         The window's K/V must be in the cache. `k_cache`, `v_cache` are [num_pages, Hkv, page_size, D] and
         `page_table` int32 [B, max_pages].
         """
+        if self.leaf.one_pass:
+            return self.leaf.tree_decode(
+                q,
+                k_cache,
+                v_cache,
+                page_table,
+                rows.prefix_lens,
+                rows.mask,
+                window=rows.window,
+                scale=scale,
+            )
         prefix_out, prefix_lse2 = self.leaf.prefix_decode(
             q,
             k_cache,

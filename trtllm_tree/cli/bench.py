@@ -20,6 +20,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     acceptance.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt (default: 64)")
     acceptance.add_argument("--json", action="store_true", help="print one JSON list as the last line")
     acceptance.set_defaults(run=run_acceptance)
+    ops = kinds.add_parser("ops", help="time every op on a GPU against its floor", allow_abbrev=False)
+    ops.add_argument("--op", nargs="+", action="extend", default=[], metavar="NAME", help="these ops only")
+    ops.add_argument("--quick", action="store_true", help="an op's first shapes only, with fewer replays")
+    ops.add_argument("--skip-tests", action="store_true", help="time ops without running their tests first")
+    ops.add_argument("--commit", metavar="TEXT", help="commit to name where this is no git checkout")
+    ops.add_argument("--json-out", metavar="FILE", help="write the rows as one JSON list")
+    ops.add_argument("--markdown-out", metavar="FILE", help="write the table as Markdown")
+    ops.add_argument("--plot-out", metavar="FILE", help="write the roofline plot as SVG")
+    ops.set_defaults(run=run_ops)
 
 
 def run_acceptance(args: argparse.Namespace) -> int:
@@ -46,4 +55,40 @@ def run_acceptance(args: argparse.Namespace) -> int:
     Console(stderr=args.json).print(table)
     if args.json:
         print(to_json(rows))
+    return 0
+
+
+def run_ops(args: argparse.Namespace) -> int:
+    """Measure, print a table, write the files that were asked for."""
+    from rich.console import Console
+
+    from trtllm_tree.bench import ops
+    from trtllm_tree.bench.ops import report
+    from trtllm_tree.bench.ops.plot import roofline_svg
+    from trtllm_tree.bench.ops.registry import entries
+
+    chosen = entries(args.op)
+    ops.require_cuda()
+    outputs = [Path(name) for name in (args.json_out, args.markdown_out, args.plot_out) if name]
+    if missing := [path for path in outputs if not path.parent.is_dir()]:
+        rule, remedy = "must lie in a folder that exists", "Make the folder first."
+        raise ConfigError([Problem("output file", str(path), rule, remedy) for path in missing])
+    notes = Console(stderr=True, highlight=False)
+    rows = ops.measure(
+        chosen,
+        quick=args.quick,
+        skip_tests=args.skip_tests,
+        commit=args.commit,
+        on_note=lambda text: notes.print(text, style="dim", soft_wrap=True),
+    )
+    # A table folded into the 80 columns of a pipe cannot be read.
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(report.to_table(rows))
+    for name, text in (
+        (args.json_out, report.to_json(rows)),
+        (args.markdown_out, report.to_markdown(rows)),
+        (args.plot_out, roofline_svg(rows, ops.ceilings_of_rows(rows))),
+    ):
+        if name:
+            Path(name).write_text(text, encoding="utf-8")
     return 0

@@ -34,6 +34,7 @@ class EngineConfig:
         tokens_per_block: KV rows of a page: 16, 32 or 64.
         kv_cache_tokens: KV rows in the pool; None has room for max_batch_size requests of 2048 tokens, and for
             one of full length.
+        cuda_graphs: replay decode steps as CUDA graphs on a GPU.
 
     Raises:
         ConfigError: with every rule that is broken.
@@ -47,6 +48,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     tokens_per_block: int = 32
     kv_cache_tokens: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -93,6 +95,8 @@ def _engine_problems(values: Mapping[str, object], spelled: Mapping[str, str]) -
             if value not in known:
                 near = get_close_matches(str(value), known, n=1) or ["auto"]
                 report(name, f"must be one of {', '.join(known)}", f"Set {label} to {near[0]}.")
+        elif name == "cuda_graphs" and not isinstance(value, bool):
+            report(name, "must be true or false", f"Set {label} to {defaults[name]}.")
         elif name == "tokens_per_block" and (not is_int(value) or value not in PAGE_SIZES):
             report(name, "a page holds 16, 32 or 64 rows", f"Set {label} to {defaults[name]}.")
         elif name in ("max_batch_size", "max_num_tokens") and not _is_positive(value):

@@ -44,6 +44,16 @@ class PrefillAttention:
         return out
 
 
+class TorchDecodeAttention:
+    """`DecodeAttentionFactory` in torch: gathers as many pages as the longest request has."""
+
+    graph_safe = False
+
+    def __call__(self, kv_lens: torch.Tensor, num_rows: int, max_kv_len: int) -> DecodeAttention:
+        """See `engine.ports.DecodeAttentionFactory`."""
+        return DecodeAttention(kv_lens, num_rows, max_kv_len)
+
+
 class DecodeAttention:
     """R consecutive rows a request, each seeing every key up to its own.
 

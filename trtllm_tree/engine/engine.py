@@ -12,15 +12,15 @@ import torch
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.engine.chain_attention import PrefillAttention
+from trtllm_tree.engine.decode_step import DecodeGraphs, DecodeStep
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.model_runner import ModelRunner
 from trtllm_tree.engine.output import OutputText
-from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, Segment
+from trtllm_tree.engine.ports import DecodeHook, ForwardBatch, Segment
 from trtllm_tree.engine.request import Request
 from trtllm_tree.engine.scheduler import Scheduler
 from trtllm_tree.errors import Problem, RequestError
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
-from trtllm_tree.kernels.window_slots import window_slots
 
 
 class Engine:
@@ -35,6 +35,7 @@ class Engine:
         max_batch_size: requests that run at once.
         max_num_tokens: rows of one prefill forward.
         max_seq_len: longest prompt plus output.
+        cuda_graphs: replay decode steps as CUDA graphs; needs a CUDA device.
     """
 
     def __init__(
@@ -48,12 +49,17 @@ class Engine:
         max_batch_size: int,
         max_num_tokens: int,
         max_seq_len: int,
+        cuda_graphs: bool = False,
     ) -> None:
         self.runner, self.cache, self.hook = runner, cache, hook
         self.max_seq_len = max_seq_len
         self.target_forwards = 0
         self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
         self._ids = count()
+        step = DecodeStep(runner, cache, hook)
+        self._decode_step: DecodeStep | DecodeGraphs = step
+        if cuda_graphs:
+            self._decode_step = DecodeGraphs(step, max_batch_size=max_batch_size, max_seq_len=max_seq_len)
         self._scheduler = Scheduler(cache, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
 
     @property
@@ -166,34 +172,14 @@ class Engine:
         for request in requests:
             assert request.slot is not None, "a running request has a slot"
             self.cache.reserve(request.slot, self.hook.kv_extent(request.committed_len, request.token_limit))
-        batch = self._decode_batch(requests)
-        window = self.hook.open_window(batch)
-        forward = ForwardBatch(
-            token_ids=window.token_ids.reshape(-1).long(),
-            positions=window.positions.reshape(-1),
-            write_slots=tuple(slots.reshape(-1) for slots in batch.write_slots),
-            page_tables=batch.page_tables,
-            attention=window.attention,
-        )
-        logits = self.runner.forward(forward, self.cache)
+        slots = [request.slot for request in requests if request.slot is not None]
+        result = self._decode_step.run(slots, [request.committed_len for request in requests])
         self.target_forwards += 1
-        result = self.hook.close_window(batch, window, logits)
         tokens, counts = result.tokens.tolist(), result.num_tokens.tolist()
         for request, row, kept in zip(requests, tokens, counts, strict=True):
             request.committed_len += kept
             request.accept_lens.append(self._commit(request, row[:kept]))
         return requests
-
-    def _decode_batch(self, requests: list[Request]) -> DecodeBatch:
-        lens = [request.committed_len for request in requests]
-        slots = self._tensor([request.slot for request in requests if request.slot is not None])
-        committed = self._tensor(lens, torch.int32)
-        tables = tuple(group.page_table[slots] for group in self.cache.groups)
-        write_slots = tuple(
-            window_slots(committed, table, num_rows=self.hook.window_len, page_size=group.page_size)
-            for group, table in zip(self.cache.groups, tables, strict=True)
-        )
-        return DecodeBatch(slots, committed, tables, write_slots, max_committed_len=max(lens))
 
     def _commit(self, request: Request, tokens: list[int]) -> int:
         """Append tokens to a request's output, and end it when they do; returns how many were kept."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trtllm_tree.engine.chain_attention import DecodeAttention
-from trtllm_tree.engine.ports import DecodeBatch, DecodeWindow, Segment, StepTokens
+from trtllm_tree.engine.ports import DecodeAttentionFactory, DecodeBatch, DecodeWindow, Segment, StepTokens
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 
 
@@ -17,12 +16,19 @@ class PlainDecode:
     Args:
         num_slots: pool slots, the pad slot included.
         device: where its one map lives.
+        attention: makes the decode rows' attention.
     """
 
     window_len = 1
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, attention: DecodeAttentionFactory) -> None:
+        self._attention = attention
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether its attention is."""
+        return self._attention.graph_safe
 
     def kv_extent(self, committed_len: int, token_limit: int) -> int:
         """The next token's row."""
@@ -47,7 +53,7 @@ class PlainDecode:
         return DecodeWindow(
             token_ids=self._last_tokens[batch.slots].unsqueeze(1),
             positions=batch.committed_lens.long().unsqueeze(1),
-            attention=DecodeAttention(batch.committed_lens + 1, 1, batch.max_committed_len + 1),
+            attention=self._attention(batch.committed_lens + 1, 1, batch.max_committed_len + 1),
         )
 
     def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:

@@ -116,10 +116,35 @@ class StepTokens:
     num_tokens: torch.Tensor
 
 
+class DecodeAttentionFactory(Protocol):
+    """Makes the attention of `num_rows` consecutive rows a request.
+
+    Attributes:
+        graph_safe: whether `max_kv_len` is not looked at.
+    """
+
+    graph_safe: bool
+
+    def __call__(self, kv_lens: torch.Tensor, num_rows: int, max_kv_len: int) -> AttentionBackend:
+        """`kv_lens` int32 [B] keys including the rows' own, and their host-side bound."""
+        ...
+
+
 class DecodeHook(Protocol):
-    """Owns what happens in a decode step around the target forward."""
+    """Owns what happens in a decode step around the target forward.
+
+    Attributes:
+        window_len: rows a request contributes.
+        graph_safe: whether a step neither reads values back from the device nor depends on host-side lengths, so
+            that a captured one can be replayed.
+    """
 
     window_len: int
+
+    @property
+    def graph_safe(self) -> bool:
+        """See above."""
+        ...
 
     def kv_extent(self, committed_len: int, token_limit: int) -> int:
         """KV tokens to have allocated before a step that starts at `committed_len`."""

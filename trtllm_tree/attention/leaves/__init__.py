@@ -1,1 +1,1 @@
-"""Attention leaves: each computes the prefix partial of the cascade on one kind of hardware or library."""
+"""Attention leaves: each computes the cascade's prefix partial, or all of it, on one kind of hardware or library."""

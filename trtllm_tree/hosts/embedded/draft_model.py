@@ -8,9 +8,9 @@ import torch
 
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
 from trtllm_tree.draft.eagle3_head import Eagle3Head
-from trtllm_tree.engine.chain_attention import DecodeAttention, PrefillAttention
+from trtllm_tree.engine.chain_attention import PrefillAttention
 from trtllm_tree.engine.kv_cache import KVCache
-from trtllm_tree.engine.ports import AttentionBackend, Segment
+from trtllm_tree.engine.ports import AttentionBackend, DecodeAttentionFactory, Segment
 from trtllm_tree.hosts.embedded.attention import TreeAttention
 from trtllm_tree.hosts.embedded.kv import DRAFT_LAYER
 from trtllm_tree.kernels.window_slots import window_slots
@@ -25,11 +25,20 @@ class EmbeddedDraftModel:
         head: the loaded head.
         cache: the engine's cache, with a draft group.
         cascade: tree attention for the lanes.
+        decode_attention: attention of the chain's rows.
         num_nodes: N; a round's draft rows stay within two verify windows of the committed length.
     """
 
-    def __init__(self, head: Eagle3Head, cache: KVCache, cascade: TreeCascade, num_nodes: int) -> None:
+    def __init__(
+        self,
+        head: Eagle3Head,
+        cache: KVCache,
+        cascade: TreeCascade,
+        decode_attention: DecodeAttentionFactory,
+        num_nodes: int,
+    ) -> None:
         self._head, self._cache, self._cascade, self._num_nodes = head, cache, cascade, num_nodes
+        self._decode_attention = decode_attention
         self.hidden_size, self.d2t = head.hidden_size, head.d2t
         self.dtype = next(head.parameters()).dtype
 
@@ -50,7 +59,7 @@ class EmbeddedDraftModel:
         slots = window_slots(
             first, batch.draft_page_table, num_rows=num_rows, page_size=batch.draft_page_size
         )
-        attention = DecodeAttention(first + num_rows, num_rows, self._max_kv_len(batch))
+        attention = self._decode_attention(first + num_rows, num_rows, self._max_kv_len(batch))
         return self._forward(token_ids, hidden, positions, slots, batch.draft_page_table, attention)
 
     def lane_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,23 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from trtllm_tree.attention.base import AttentionLeaf
 from trtllm_tree.attention.cascade import TreeCascade
 from trtllm_tree.attention.compact import KVCompactor
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
+from trtllm_tree.attention.leaves.triton import TritonLeaf
 from trtllm_tree.config.engine import EngineConfig
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
 from trtllm_tree.draft.eagle3_head import Eagle3Head, load_eagle3_head
+from trtllm_tree.engine.chain_attention import TorchDecodeAttention
 from trtllm_tree.engine.engine import Engine
 from trtllm_tree.engine.kv_cache import KVCache, LayerSpec
 from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, target_layer_specs
 from trtllm_tree.engine.plain import PlainDecode
+from trtllm_tree.engine.ports import DecodeAttentionFactory
 from trtllm_tree.errors import ConfigError
+from trtllm_tree.hosts.embedded.attention import CascadeDecodeAttention
 from trtllm_tree.hosts.embedded.config import ResolvedConfig, resolve_config
 from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import EmbeddedKVPool, build_cache
@@ -31,6 +37,8 @@ from trtllm_tree.support.head import head_problems
 from trtllm_tree.support.resolve import resolve_tree_support
 from trtllm_tree.tree.future import FutureParentMap
 from trtllm_tree.tree.spec import TreeSpec
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,13 @@ def build_host(
         raise ConfigError(problems)
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
+    cascade = TreeCascade(default_leaf(resolved.device))
+    decode_attention = _decode_attention(cascade, resolved.device)
     if speculative is None or head_dir is None:
         cache = _cache(resolved, layers, None)
-        hook: PlainDecode | SpecDecode = PlainDecode(resolved.max_batch_size + 1, resolved.device)
+        hook: PlainDecode | SpecDecode = PlainDecode(
+            resolved.max_batch_size + 1, resolved.device, decode_attention
+        )
     else:
         head = load_eagle3_head(
             head_dir,
@@ -77,7 +89,7 @@ def build_host(
             device=resolved.device,
         )
         cache = _cache(resolved, layers, LayerSpec(head.num_kv_heads, head.head_dim))
-        hook = _speculation(speculative, resolved, runner, head, cache)
+        hook = _speculation(speculative, resolved, runner, head, cache, cascade, decode_attention)
     engine = Engine(
         runner,
         cache,
@@ -87,8 +99,24 @@ def build_host(
         max_batch_size=resolved.max_batch_size,
         max_num_tokens=resolved.max_num_tokens,
         max_seq_len=resolved.max_seq_len,
+        cuda_graphs=config.cuda_graphs and resolved.device.type == "cuda",
     )
     return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
+
+
+def default_leaf(device: torch.device | str) -> AttentionLeaf:
+    """The attention leaf of a device: our kernel on a GPU, torch on a CPU. Logs the choice."""
+    device = torch.device(device)
+    leaf = TritonLeaf(device) if device.type == "cuda" else ReferenceLeaf()
+    _LOGGER.info("tree attention on %s: leaf %s", device, leaf.name)
+    return leaf
+
+
+def _decode_attention(cascade: TreeCascade, device: torch.device) -> DecodeAttentionFactory:
+    """A chain's attention: our kernel where the leaf has one, torch elsewhere."""
+    if cascade.leaf.one_pass:
+        return CascadeDecodeAttention(cascade, device)
+    return TorchDecodeAttention()
 
 
 def _cache(resolved: ResolvedConfig, layers: dict[str, LayerSpec], draft: LayerSpec | None) -> KVCache:
@@ -110,12 +138,13 @@ def _speculation(
     runner: ModelRunner,
     head: Eagle3Head,
     cache: KVCache,
+    cascade: TreeCascade,
+    decode_attention: DecodeAttentionFactory,
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
-    cascade = TreeCascade(ReferenceLeaf())
     if config.is_tree:
         resolve_tree_support(cascade.leaf, cascade.leaf)
-    draft_model = EmbeddedDraftModel(head, cache, cascade, nodes)
+    draft_model = EmbeddedDraftModel(head, cache, cascade, decode_attention, nodes)
     features = runner.keep_features(head.aux_layer_ids, max(resolved.max_num_tokens, batch * nodes))
     hidden = features[: batch * nodes]
     spec_round = SpecRound(
@@ -126,7 +155,7 @@ def _speculation(
         num_slots=batch + 1,
         tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,
     )
-    return SpecDecode(spec_round, draft_model, cache, cascade, features)
+    return SpecDecode(spec_round, draft_model, cache, cascade, decode_attention, features)
 
 
 def _tree_parts(config: SpeculativeConfig, hidden: torch.Tensor, cache: KVCache, batch: int) -> TreeParts:

@@ -8,9 +8,15 @@ from dataclasses import replace
 import torch
 
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
-from trtllm_tree.engine.chain_attention import DecodeAttention
 from trtllm_tree.engine.kv_cache import KVCache
-from trtllm_tree.engine.ports import AttentionBackend, DecodeBatch, DecodeWindow, Segment, StepTokens
+from trtllm_tree.engine.ports import (
+    AttentionBackend,
+    DecodeAttentionFactory,
+    DecodeBatch,
+    DecodeWindow,
+    Segment,
+    StepTokens,
+)
 from trtllm_tree.hosts.embedded.attention import TreeAttention
 from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import DRAFT_GROUP
@@ -27,6 +33,7 @@ class SpecDecode:
         draft_model: the head over the draft cache, for prompts.
         cache: the engine's cache; its last group is the draft's.
         cascade: tree attention of the target's verify forward.
+        decode_attention: attention of a chain's verify forward.
         features: [max_rows, F], the runner's fixed feature buffer.
     """
 
@@ -36,13 +43,19 @@ class SpecDecode:
         draft_model: EmbeddedDraftModel,
         cache: KVCache,
         cascade: TreeCascade,
+        decode_attention: DecodeAttentionFactory,
         features: torch.Tensor,
     ) -> None:
         self.round, self.window_len = spec_round, spec_round.num_nodes
         self._draft_model, self._cache, self._cascade = draft_model, cache, cascade
-        self._features = features
+        self._decode_attention, self._features = decode_attention, features
         self._draft_index = [group.name for group in cache.groups].index(DRAFT_GROUP)
         self._open: tuple[RoundBatch, VerifyWindow] | None = None
+
+    @property
+    def graph_safe(self) -> bool:
+        """An observer reads values back; a leaf with host-side bounds cannot be replayed."""
+        return self._decode_attention.graph_safe and self.round.observer is None
 
     def kv_extent(self, committed_len: int, token_limit: int) -> int:
         """See `tree.reservation.round_extent`."""
@@ -121,7 +134,7 @@ class SpecDecode:
     def _attention(self, batch: RoundBatch, window: VerifyWindow) -> AttentionBackend:
         num_nodes, longest = self.window_len, batch.max_committed_len
         if window.tree is None:
-            return DecodeAttention(batch.committed_lens + num_nodes, num_nodes, longest + num_nodes)
+            return self._decode_attention(batch.committed_lens + num_nodes, num_nodes, longest + num_nodes)
         rows = TreeCascadeRows(
             prefix_lens=batch.committed_lens,
             mask=window.tree.ancestor_mask,
