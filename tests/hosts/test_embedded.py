@@ -215,7 +215,9 @@ def test_topk_1_with_the_tree_flag_is_the_chain_bit_for_bit_and_builds_no_tree_s
     _forbid_tree_state(monkeypatch)
     runs = []
     for config in (flagged, unflagged):
-        llm = LLM(str(tiny_target), speculative_config=config, device=device, max_seq_len=128)
+        llm = LLM(
+            str(tiny_target), speculative_config=config, device=device, max_seq_len=128, cuda_graphs=False
+        )
         KnownContinuation(llm, truths, monkeypatch)
         log = RoundLog(llm)
         runs.append((*_logits_and_tokens(llm, prompts_of(truths)[:4], monkeypatch), log))
