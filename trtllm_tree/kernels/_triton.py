@@ -20,4 +20,27 @@ def dot_dtype(dtype: tl.dtype) -> tl.dtype:
     return tl.float32 if INTERPRET else dtype
 
 
-__all__ = ["INTERPRET", "dot_dtype", "tl", "triton"]
+@triton.jit
+def rank_key(score, index):
+    """int64 that orders by score and then by lower index; NaN is -inf, and -0.0 is 0.0."""
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    # Negative floats order backwards as integers: flip all but their sign.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def key_index(key):
+    """The index of a `rank_key`."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def key_score(key):
+    """The score of a `rank_key`."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+__all__ = ["INTERPRET", "dot_dtype", "key_index", "key_score", "rank_key", "tl", "triton"]

@@ -8,30 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels._triton import key_index, key_score, rank_key, tl, triton
 
 _NUM_WARPS = 8
-
-
-@triton.jit
-def _rank_key(score, index):
-    """int64 that orders by score and then by lower index; NaN is -inf, and -0.0 is 0.0."""
-    score = tl.where(score == score, score, float("-inf"))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    # Negative floats order backwards as integers: flip all but their sign.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _key_index(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _key_score(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 # Specialising on the step's numbers would compile one kernel per step.
@@ -102,10 +81,10 @@ def draft_tree_expand_kernel(
     tl.store(entry_parents_ptr + b * entry_parents_stride_b + base + child, lane_entry, mask=live)
 
     # Padding scores -inf at the highest indices, so it ranks behind every child.
-    top = tl.topk(_rank_key(total, child), BLOCK_K)
+    top = tl.topk(rank_key(total, child), BLOCK_K)
     r = tl.arange(0, BLOCK_K)
     is_lane = r < TOPK
-    best = tl.where(is_lane, _key_index(top), 0)
+    best = tl.where(is_lane, key_index(top), 0)
     parent = best // TOPK
 
     # The new lanes. Only the masks are still to be read from the old ones.
@@ -122,7 +101,7 @@ def draft_tree_expand_kernel(
     tl.debug_barrier()
     tl.store(lane_mask_ptr + (r * lane_mask_stride_k)[:, None] + w[None, :], mask, mask=mask_live)
     tl.store(lane_entries_ptr + b * lane_entries_stride_b + r, base + best, mask=is_lane)
-    tl.store(lane_scores_ptr + b * lane_scores_stride_b + r, _key_score(top), mask=is_lane)
+    tl.store(lane_scores_ptr + b * lane_scores_stride_b + r, key_score(top), mask=is_lane)
     tl.store(lane_tokens_ptr + b * lane_tokens_stride_b + r, best_token, mask=is_lane)
 
     source = hidden_ptr + b * hidden_stride_b + (parent.to(tl.int64) * hidden_stride_l)[:, None]

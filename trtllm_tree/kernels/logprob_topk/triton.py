@@ -10,29 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels._triton import key_index, key_score, rank_key, tl, triton
 from trtllm_tree.kernels.logprob_topk import GROUP, TILE
-
-
-@triton.jit
-def _rank_key(score, index):
-    """int64 that orders by score and then by lower index; NaN is -inf, and -0.0 is 0.0."""
-    score = tl.where(score == score, score, float("-inf"))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    # Negative floats order backwards as integers: flip all but their sign.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _key_index(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _key_score(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,15 +51,15 @@ def _pick(
     group_max = tl.load(
         workspace_ptr + group, mask=group < num_groups, other=float("-inf"), cache_modifier=".cg"
     )
-    best_group = _key_index(tl.topk(_rank_key(group_max, group), BLOCK_K))
+    best_group = key_index(tl.topk(rank_key(group_max, group), BLOCK_K))
     ids = best_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-    keys = tl.reshape(_rank_key(logits.to(tl.float32), ids), [BLOCK_K * GROUP])
+    keys = tl.reshape(rank_key(logits.to(tl.float32), ids), [BLOCK_K * GROUP])
     top = tl.topk(keys, BLOCK_K)
 
     r = tl.arange(0, BLOCK_K)
-    best = _key_index(top)
-    logit = _key_score(top)
+    best = key_index(top)
+    logit = key_score(top)
     # A NaN total makes every score NaN. A row of nothing but -inf has the total -inf, and scores -inf.
     score = logit - _finite_or_zero(log_total)
     if HAS_D2T:
