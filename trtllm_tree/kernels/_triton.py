@@ -1,4 +1,4 @@
-"""The only place that imports Triton, and what all kernels share.
+"""Where kernels get Triton from, and what all of them share.
 
 A kernel module imports `triton`, `tl`, `INTERPRET` and the helpers from here. It is imported only when a
 kernel is about to run, so that a machine without Triton still runs every reference.
