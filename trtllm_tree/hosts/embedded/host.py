@@ -34,6 +34,7 @@ from trtllm_tree.hosts.embedded.spec_hook import SpecDecode
 from trtllm_tree.round import SpecRound, TreeParts
 from trtllm_tree.sampling.greedy import GreedySampler
 from trtllm_tree.support.head import head_problems
+from trtllm_tree.support.report import Supported
 from trtllm_tree.support.resolve import resolve_tree_support
 from trtllm_tree.tree.future import FutureParentMap
 from trtllm_tree.tree.spec import TreeSpec
@@ -71,10 +72,12 @@ def build_host(
     # Checked before the target is loaded, which takes a while.
     if head_dir is not None and (problems := head_problems(head_dir, target_dir)):
         raise ConfigError(problems)
+    cascade = TreeCascade(default_leaf(resolved.device))
+    if speculative is not None and speculative.is_tree:
+        resolve_tree_support(cascade.leaf, cascade.leaf)
+    decode_attention = _decode_attention(cascade, resolved.device)
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
-    cascade = TreeCascade(default_leaf(resolved.device))
-    decode_attention = _decode_attention(cascade, resolved.device)
     if speculative is None or head_dir is None:
         cache = _cache(resolved, layers, None)
         hook: PlainDecode | SpecDecode = PlainDecode(
@@ -105,9 +108,11 @@ def build_host(
 
 
 def default_leaf(device: torch.device | str) -> AttentionLeaf:
-    """The attention leaf of a device: our kernel on a GPU, torch on a CPU. Logs the choice."""
+    """The attention leaf of a device: our kernel on a GPU that it runs on, torch elsewhere. Logs the choice."""
     device = torch.device(device)
-    leaf = TritonLeaf(device) if device.type == "cuda" else ReferenceLeaf()
+    kernel_leaf = TritonLeaf(device)
+    runs = device.type == "cuda" and isinstance(kernel_leaf.tree_support().verify, Supported)
+    leaf = kernel_leaf if runs else ReferenceLeaf()
     _LOGGER.info("tree attention on %s: leaf %s", device, leaf.name)
     return leaf
 
@@ -142,8 +147,6 @@ def _speculation(
     decode_attention: DecodeAttentionFactory,
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
-    if config.is_tree:
-        resolve_tree_support(cascade.leaf, cascade.leaf)
     draft_model = EmbeddedDraftModel(head, cache, cascade, decode_attention, nodes)
     features = runner.keep_features(head.aux_layer_ids, max(resolved.max_num_tokens, batch * nodes))
     hidden = features[: batch * nodes]
