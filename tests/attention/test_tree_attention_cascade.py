@@ -222,8 +222,11 @@ def test_the_one_pass_leaf_refuses_devices_it_cannot_serve(monkeypatch):
         assert isinstance(on_gpu.tree_support().verify, expected)
 
 
-def test_the_default_leaf_follows_the_device_and_is_logged(caplog):
+def test_the_default_leaf_follows_the_device_and_is_logged(caplog, monkeypatch):
     with caplog.at_level("INFO"):
         assert isinstance(default_leaf("cpu"), ReferenceLeaf)
-        assert isinstance(default_leaf("cuda:0"), TritonLeaf)
-    assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["reference", "triton"]
+        for capability, leaf in (((9, 0), TritonLeaf), ((7, 5), ReferenceLeaf)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+            assert isinstance(default_leaf("cuda:0"), leaf)
+    chosen = [record.message.rpartition(" ")[2] for record in caplog.records]
+    assert chosen == ["reference", "triton", "reference"]
