@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace, console: Console) -> int:
+    import torch
+
     if config.speculative is None:
         rule = "--compare needs a draft head"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
@@ -124,7 +126,12 @@ def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace
     console.print(_table(reports, speculative))
     verdict = "[green]identical[/green]" if identical else "[red]DIFFERENT[/red]"
     console.print(f"outputs of plain, chain and tree: {verdict}")
-    if config.engine.device != "cuda":
+    if not identical and config.engine.dtype != "float32":
+        console.print(
+            "[dim]In a 16-bit dtype two runs may part where the best logits nearly tie; float32 shows whether\n"
+            "this is all it was.[/dim]"
+        )
+    if config.engine.device == "cpu" or not torch.cuda.is_available():
         console.print(
             "[dim]On a CPU a forward of many rows costs several plain ones, so look at the forwards: on a GPU both\n"
             "are bound by reading the weights, and fewer forwards mean less time.[/dim]"

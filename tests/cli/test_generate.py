@@ -1,0 +1,111 @@
+"""`generate` and `bench acceptance` from the command line, on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtllm_tree import LLM, SamplingParams
+from trtllm_tree.cli.main import main
+
+PROMPT = "tell me"
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_target: Path, tiny_head: Path) -> str:
+    """A config file for the tiny models: K=3, S=3, N=12."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"model: {tiny_target}\ndtype: float32\nmax_seq_len: 256\n"
+        f"speculative_config: {{decoding_type: Eagle3, speculative_model: {tiny_head}, max_draft_len: 3,"
+        " use_dynamic_tree: true, dynamic_tree_max_topK: 3, max_total_draft_tokens: 11}\n"
+    )
+    return str(path)
+
+
+def _last_json(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def _plain_ids(target: Path, max_tokens: int) -> list[int]:
+    with LLM(str(target), dtype="float32", max_seq_len=256) as llm:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=max_tokens)).outputs[0].token_ids
+
+
+def test_compare_reports_the_three_runs_on_the_last_line(
+    config: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw", "--max-tokens", "20"]
+    assert main([*argv, "--compare", "--json"]) == 0
+    report = _last_json(capsys)
+    assert set(report) == {"plain", "chain", "tree", "identical"} and report["identical"] is True
+    want = _plain_ids(tiny_target, 20)
+    for name in ("plain", "chain", "tree"):
+        run = report[name]
+        assert set(run) == {"token_ids", "target_forwards", "tokens_per_forward", "seconds"}
+        assert run["token_ids"] == want
+        decoded = len(want) - 1  # the first token is prefill's
+        assert run["tokens_per_forward"] == pytest.approx(decoded / run["target_forwards"])
+    assert report["plain"]["target_forwards"] == len(want) - 1
+    assert report["tree"]["target_forwards"] <= report["plain"]["target_forwards"]
+
+
+def test_one_run_prints_its_text_and_its_ids(
+    config: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw", "--max-tokens", "9", "--json"]
+    assert main(argv) == 0
+    report = _last_json(capsys)
+    assert report["token_ids"] == _plain_ids(tiny_target, 9)
+    assert isinstance(report["text"], str)
+
+
+def test_a_config_without_a_head_cannot_be_compared(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text(f"model: {tiny_target}\n")
+    assert main(["generate", "--config", str(path), "--compare"]) == 1
+    assert "speculative_config" in capsys.readouterr().err
+
+
+def test_a_bad_limit_is_an_error_line_and_not_a_traceback(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--config", config, "--max-tokens", "100000"]) == 1
+    assert "max_tokens = 100000" in capsys.readouterr().err
+
+
+def test_acceptance_counts_decode_tokens_over_decode_forwards(
+    config: str, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "three.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [text, "unused"]}) + "\n" for text in ("a", "bc", "def")))
+    argv = ["bench", "acceptance", "--config", config, "--max-tokens", "8", "--json", str(prompts)]
+    assert main(argv) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [(row["prompts"], row["mode"], row["num_prompts"]) for row in rows] == [
+        ("three", "chain", 3),
+        ("three", "tree", 3),
+    ]
+    with LLM(str(tiny_target), dtype="float32", max_seq_len=256) as llm:
+        chats = [[{"role": "user", "content": text}] for text in ("a", "bc", "def")]
+        outputs = llm.generate(chats, SamplingParams(max_tokens=8))
+    decoded = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
+    for row in rows:
+        assert row["num_tokens"] == decoded
+        assert row["tokens_per_forward"] == pytest.approx(decoded / row["target_forwards"])
+
+
+def test_acceptance_names_missing_files_and_broken_lines(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "acceptance", "--config", config, "no-such.jsonl", "nor-this.jsonl"]) == 1
+    error = capsys.readouterr().err
+    assert "no-such.jsonl" in error and "nor-this.jsonl" in error
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"turns": ["fine"]}\n{"turn": 1}\n')
+    assert main(["bench", "acceptance", "--config", config, str(broken)]) == 1
+    assert "broken.jsonl:2" in capsys.readouterr().err
