@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Kernels choose the interpreter when they are decorated, so this must precede their import.
 if not torch.cuda.is_available():
@@ -18,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 from tests.builders import tiny_eagle3_dir, tiny_llama_dir
+
+# The same examples every time: a rare one belongs into a test of its own.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
