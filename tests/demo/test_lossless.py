@@ -31,7 +31,8 @@ class NearTie:
     """Whether two runs in bfloat16 may differ at a token: both choices must lie within bfloat16's own error.
 
     The same weights in float32 give the true logits; how far bfloat16 arithmetic strays from them at this
-    position is its rounding there, and neither choice may lie further below the true top.
+    position (the largest error over the vocabulary) bounds its rounding, and neither choice may lie further below
+    the true top. One bfloat16 spacing of the top logit would be a stricter bound; it does not hold.
     """
 
     def __init__(self) -> None:
