@@ -84,6 +84,21 @@ def load_model_config(model_dir: Path) -> Any:
     return AutoConfig.from_pretrained(model_dir, local_files_only=True)
 
 
+def _float32_logits(lm_head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits float32 [M, V] of hidden rows [M, H].
+
+    Logits around 16 are 0.125 apart in bfloat16: rounded, many tokens that the model tells apart would tie, and
+    tie differently in a forward of another size. The product accumulates in float32 anyway; it is kept.
+    """
+    if hidden.dtype == torch.float32 or type(lm_head) is not nn.Linear:
+        return lm_head(hidden).float()
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, lm_head.weight.t(), out_dtype=torch.float32)
+    else:
+        logits = hidden.float() @ lm_head.weight.float().t()
+    return logits if lm_head.bias is None else logits + lm_head.bias
+
+
 class ModelRunner:
     """A target model and its forward.
 
@@ -129,7 +144,7 @@ class ModelRunner:
         return self.model.get_input_embeddings()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Logits [M, V] of the batch's `logit_rows` (of all rows when None). Fills the feature buffer."""
+        """Logits float32 [M, V] of the batch's `logit_rows` (all rows when None). Fills the feature buffer."""
         hidden = self._decoder(
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -139,4 +154,4 @@ class ModelRunner:
         ).last_hidden_state[0]
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
-        return self.model.lm_head(hidden)
+        return _float32_logits(self.model.lm_head, hidden)
