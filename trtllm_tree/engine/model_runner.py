@@ -35,7 +35,8 @@ def _paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Rotary channels come in the stream's float32; the cache holds the model's dtype, which is that of V.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     layer_idx: Any = module.layer_idx
     name = target_layer(layer_idx)
     group = paged_cache.layer(name)[0]
@@ -99,6 +100,26 @@ def _float32_logits(lm_head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return logits if lm_head.bias is None else logits + lm_head.bias
 
 
+def _keep_stream_in_float32(decoder: nn.Module, embed_tokens: nn.Module, dtype: torch.dtype) -> None:
+    """Carry the residual stream of a 16-bit model in float32; what its products read and give stays 16-bit.
+
+    The stream is where a 16-bit model rounds worst: it is much larger than what a layer adds to it, and it is
+    rounded twice a layer. A verify window is rounded differently from the single row of plain decoding, and every
+    bit kept here makes it rarer that the two disagree about a near-tie.
+    """
+
+    def to_float32(_module: nn.Module, _args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        return out.float()
+
+    def to_dtype(_module: nn.Module, _args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        return out.to(dtype)
+
+    embed_tokens.register_forward_hook(to_float32)
+    for module in decoder.modules():
+        if "Norm" in type(module).__name__:
+            module.register_forward_hook(to_dtype)
+
+
 class ModelRunner:
     """A target model and its forward.
 
@@ -117,6 +138,8 @@ class ModelRunner:
         self.model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
         self._decoder = model.get_decoder()
+        if dtype != torch.float32:
+            _keep_stream_in_float32(self._decoder, model.get_input_embeddings(), dtype)
 
     def keep_features(self, layers: Sequence[int], max_rows: int) -> torch.Tensor:
         """Keep the stream that enters each of `layers`, side by side, in the returned [max_rows, F] buffer.
