@@ -34,10 +34,17 @@ ROOT = Path(__file__).parents[2]
 H200 = ceilings_of("NVIDIA H200", Ceilings(1.0, 1.0))
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
 
+# Benchmarks of several ops: of a round, without its models.
+ROUNDS = {"round_glue", "drafting_glue"}
+# Second forms of an op, whose folder another entry measures.
+FORMS = {"tree_window_attention_mla"}
 # Every op at a size that its torch reference runs in no time.
 _HEADS = {"Hq": 4, "Hkv": 2, "D": 16, "page": 16}
 TINY = {
-    "tree_window_attention": Case({"B": 2, "N": 5, "P": 37, "causal": 1, **_HEADS}, "bfloat16"),
+    "tree_window_attention": Case({"B": 2, "N": 5, "P": 37, "causal": 1, "hot": 0, **_HEADS}, "bfloat16"),
+    "tree_window_attention_mla": Case(
+        {"B": 2, "N": 5, "P": 37, "causal": 1, "Hq": 4, "Dv": 16, "rope": 8, "page": 16}, "bfloat16"
+    ),
     "tree_decode": Case({"B": 2, "N": 5, "P": 37, "fp8_query": 0, **_HEADS}, "bfloat16"),
     "logprob_topk": Case({"R": 3, "V": 300, "K": 4}, "bfloat16"),
     "greedy_tokens": Case({"R": 3, "V": 300}, "bfloat16"),
@@ -46,18 +53,20 @@ TINY = {
     "draft_tree_expand": Case({"B": 2, "K": 3, "S": 3, "H": 8}, "bfloat16"),
     "draft_tree_select": Case({"B": 2, "K": 3, "S": 3, "N": 9}, "float32"),
     "verify_tree": Case({"B": 2, "N": 9}),
-    "accepted_rows": Case({"B": 2, "N": 9, "W": 4}),
+    "accepted_rows": Case({"B": 2, "N": 9, "W": 4, "K": 3}),
+    "chain_window": Case({"B": 2, "N": 9}),
     "window_slots": Case({"B": 2, "N": 9}),
     "round_glue": Case(
         {"B": 2, "K": 4, "S": 3, "N": 16, "L": 2, "H": 8, "F": 24, "Vd": 50, "V": 60}, "bfloat16"
     ),
 }
+TINY["drafting_glue"] = TINY["round_glue"]
 STILL = Case({**TINY["compact_window_rows"].shape, "identity": 1}, "bfloat16")
 
 
 def test_every_kernel_folder_is_measured_or_left_out_with_a_reason():
     folders = {path.parent.name for path in (ROOT / "trtllm_tree" / "kernels").glob("*/__init__.py")}
-    assert folders == (set(REGISTRY) | set(NOT_MEASURED)) - {"round_glue"}
+    assert folders == (set(REGISTRY) | set(NOT_MEASURED)) - ROUNDS - FORMS
     assert not set(REGISTRY) & set(NOT_MEASURED)
     assert set(TINY) == set(REGISTRY)
 
@@ -69,7 +78,7 @@ def test_an_ops_tests_exist_and_speak_of_it(op):
     assert any(
         isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.parse(text).body
     )
-    assert ("SpecRound" if op == "round_glue" else op) in text
+    assert ("SpecRound" if op in ROUNDS else op) in text
 
 
 def test_the_floor_of_a_large_decode_is_its_bytes():
@@ -152,6 +161,16 @@ def test_a_round_without_models_accepts_long_paths():
     rig = RoundRig(TINY["round_glue"], torch.Generator().manual_seed(1))
     rig.step()  # verifies the dummy tokens of new slots
     assert all(min(rig.step().tolist()) > 1 for _ in range(3))
+
+
+def test_drafting_alone_leaves_the_next_windows_as_a_round_does():
+    rig = RoundRig(TINY["drafting_glue"], torch.Generator().manual_seed(1))
+    drafted = {tuple(row) for row in rig.draft().tolist()}
+    # The rig's requests hold all slots but the last.
+    assert {tuple(row) for row in rig.round.future_input_map[:-1].tolist()} == drafted
+    assert not rig.round.future_input_map[-1].any()
+    rig.step()
+    assert min(rig.step().tolist()) > 1
 
 
 @pytest.mark.parametrize("nodes", [5, 32, 33, 64, 70])

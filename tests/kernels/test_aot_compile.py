@@ -59,9 +59,12 @@ def test_an_op_without_specs_or_with_a_forgotten_kernel_is_a_problem(monkeypatch
     found = aot_compile.problems(aot_compile.compile_op("forgetful", 90))
     assert "aot_specs" in found[0]
 
-    instance = {"kernel": "a_kernel", "constexprs": {}, "usage": {"stack": 0, "local": 0}}
+    instance = {"kernel": "a_kernel", "constexprs": {}, "spill_bytes": 0, "usage": {"stack": 0, "local": 0}}
     report = {"op": "a", "kernels": ["a_kernel", "b_kernel"], "instances": [instance]}
     assert aot_compile.problems(report) == ["aot_specs() has no instance of b_kernel"]
     instance["usage"]["stack"] = 8
     report["kernels"] = ["a_kernel"]
     assert aot_compile.problems(report) == ["a_kernel {} spills 8 bytes a thread"]
+
+    instance["spill_bytes"] = 8
+    assert aot_compile.problems(report) == []

@@ -318,8 +318,8 @@ def check_compact(device, dtype, paths, *, shape=(9, 2, 4, 16), layout="hnd", ma
     for run in (compact_reference, compact_triton):
         buffer.copy_(before)
         # A region that is named twice must move once: a second move would start from moved rows.
-        table = RowTable.build([*regions, regions[0], regions[2]])
-        run(table, slots.int().to(device), path_tensor, max_depth=max_depth or num_nodes)
+        table = RowTable.build([[*regions, regions[0], regions[2]]])
+        run(table, slots.int().to(device)[None], path_tensor, max_depth=max_depth or num_nodes)
         assert torch.equal(buffer, expected), f"wrong bytes from {run.__module__}"
     return not torch.equal(before, expected)
 
@@ -356,7 +356,7 @@ def test_compaction_reads_every_row_before_it_is_overwritten(device, path, moves
 def test_compaction_moves_words_of_every_size(device, heads, dim, dtype, word):
     rng = random.Random(word)
     shape = (7, heads, 4, dim)
-    assert RowTable.build(make_regions(device, dtype, shape, "hnd")[1]).word_bytes == word
+    assert RowTable.build([make_regions(device, dtype, shape, "hnd")[1]]).word_bytes == word
     assert check_compact(device, dtype, [increasing_path(rng, 9), increasing_path(rng, 9)], shape=shape)
 
 
@@ -376,12 +376,13 @@ def test_hidden_rows_are_compacted_as_pages_of_one_row(device):
     slots = torch.arange(8, dtype=torch.int32, device=device).reshape(2, 4)
     path = torch.tensor([[0, 2, 3, -1], [0, 3, -1, -1]], dtype=torch.int32, device=device)
     expected = hidden[[0, 2, 3, 3, 4, 7, 6, 7]]
-    compact_window_rows(RowTable.build([hidden[:, None, None, :]]), slots, path)
+    compact_window_rows(RowTable.build([[hidden[:, None, None, :]]]), slots[None], path)
     assert torch.equal(hidden, expected)
 
 
 def test_regions_of_one_address_are_held_once(device):
     _, regions = make_regions(device, BF16, (3, 2, 4, 8), "hnd")
-    assert len(RowTable.build([*regions, *regions]).regions) == 4
+    (held,) = RowTable.build([[*regions, *regions]]).groups
+    assert len(held) == 4
     with pytest.raises(AssertionError, match="shape"):
-        RowTable.build([regions[0], regions[1][:2]])
+        RowTable.build([[regions[0], regions[1][:2]]])

@@ -112,10 +112,16 @@ def _window_cost(case: Case) -> Cost:
 
 def _window(case: Case, sets: int, generator: torch.Generator) -> Workload:
     inputs = AttentionInputs.draw(case, sets, generator, first_key=case["P"] - case["N"] + 1)
-    lse2 = torch.full(inputs.q[0].shape[:3], math.log2(case["P"]), device=generator.device)
+    queries = inputs.q[:1] * sets if case["hot"] else inputs.q
+    lse2 = torch.full(queries[0].shape[:3], math.log2(case["P"]), device=generator.device)
+
+    def partial_of(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return normal(generator, tuple(q.shape), q.dtype), lse2.clone(), torch.empty_like(q)
+
+    shared = partial_of(queries[0])
 
     def call_on(q: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor]) -> Call:
-        partial, out, own_lse2 = normal(generator, tuple(q.shape), q.dtype), torch.empty_like(q), lse2.clone()
+        partial, partial_lse2, out = shared if case["hot"] else partial_of(q)
         return lambda: tree_window_attention(
             q,
             *pool,
@@ -123,14 +129,14 @@ def _window(case: Case, sets: int, generator: torch.Generator) -> Workload:
             inputs.prefix_lens,
             inputs.mask,
             partial,
-            own_lse2,
+            partial_lse2,
             window=case["N"],
             causal_prefix=bool(case["causal"]),
             scale=inputs.scale,
             out=out,
         )
 
-    return Workload([call_on(q, pool) for q, pool in zip(inputs.q, inputs.pools, strict=True)])
+    return Workload([call_on(q, pool) for q, pool in zip(queries, inputs.pools, strict=True)])
 
 
 def _decode_cost(case: Case) -> Cost:
@@ -176,9 +182,13 @@ def _decode(case: Case, sets: int, generator: torch.Generator) -> Workload:
     return Workload(_decode_calls(inputs, case["N"]), baselines)
 
 
-def _window_case(batch: int, nodes: int, causal: int) -> Case:
+def _window_case(batch: int, nodes: int, causal: int, hot: int = 1) -> Case:
+    """`hot`: queries, partial and output are the same in every call, only the keys are cold.
+
+    So it is in the cascade, where the kernel before this one has just written them.
+    """
     # A prefix that ends inside a page.
-    return Case({"B": batch, "N": nodes, "P": 1000, "causal": causal, **_HEADS}, "bfloat16")
+    return Case({"B": batch, "N": nodes, "P": 1000, "causal": causal, "hot": hot, **_HEADS}, "bfloat16")
 
 
 def _decode_case(batch: int, prefix: int, nodes: int, fp8_query: int | None = None) -> Case:
@@ -194,7 +204,10 @@ ATTENTION_OPS = (
     OpBench(
         "tree_window_attention",
         ("tests/kernels/test_tree_speculative.py",),
-        tuple(_window_case(*size, causal) for size in _WINDOW_SIZES for causal in (0, 1)),
+        (
+            *(_window_case(*size, causal) for size in _WINDOW_SIZES for causal in (0, 1)),
+            *(_window_case(32, 32, causal, hot=0) for causal in (0, 1)),
+        ),
         _window_cost,
         _window,
         num_quick=2,

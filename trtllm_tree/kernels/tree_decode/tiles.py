@@ -33,8 +33,8 @@ def choose_tile(folded_rows: int, head_dim: int, itemsize: int) -> Tile:
 
     Measured on an H200 (Hq 32, Hkv 8, D 128, page 64, B 8, 32k keys; us).
     4 rows: (16, 64) with 2 warps and 3 CTAs 242, with 4 warps and 2 CTAs 257.
-    64 rows: (64, 64) 256, (64, 128) 282, (32, 64) 476; FP8: (64, 128) with 2 CTAs 249, (64, 64) 296,
-    specialised 257; FP8 query: 189, 231, 235.
+    64 rows: (64, 64) with 5 stages and 1 CTA 256, with 2 stages and 2 CTAs 261, (64, 128) 282, (32, 64) 476;
+    FP8: (64, 128) with 2 CTAs 249, (64, 64) 296, specialised 257; FP8 query: 189, 231, 235.
     128 rows: specialised 263, (128, 128) 349, (64, 64) 388, (128, 64) 453; FP8: specialised 261,
     (64, 128) with 2 CTAs 473, (128, 128) 493; FP8 query: 237, 352, 382.
     """
@@ -45,7 +45,7 @@ def choose_tile(folded_rows: int, head_dim: int, itemsize: int) -> Tile:
     if folded_rows <= 16:
         return Tile(16, 64, 2, 3, 3)
     if folded_rows <= 64:
-        return Tile(64, 128, 4, 2, 2) if itemsize == 1 else Tile(64, 64, 4, 2, 2)
+        return Tile(64, 128, 4, 2, 2) if itemsize == 1 else Tile(64, 64, 4, 5, 1)
     return Tile(128, 128, 8, 2, 1)
 
 

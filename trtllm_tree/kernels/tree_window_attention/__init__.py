@@ -3,10 +3,13 @@
 Owns the contract, the checks and the dispatch. It must not know what the rows are (verify nodes or draft
 lanes), how the mask came about, or which leaf computed the partial.
 
-Legend: B requests, R rows, W window, Hq/Hkv query and KV heads, D head dim.
+Legend: B requests, R rows, W window, Hq/Hkv query and KV heads, D head dim; for MLA Dqk channels of a latent row, Dv
+of which are its value.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +21,7 @@ _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def tree_window_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     page_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     mask: torch.Tensor,
@@ -40,11 +43,16 @@ def tree_window_attention(
 
     Slots that no row of a request sees may hold anything, NaN and infinity included.
 
+    `v_cache=None` means MLA: `k_cache` is a latent cache with Hkv = 1, `q` the absorbed query with its rotary
+    channels behind. The leading Dv channels of a latent row are the key's latent part and the value, the other
+    Dqk - Dv >= 0 the key's rotary part; a kernel reads each row once. D below is Dqk of `q` and `k_cache`, and Dv
+    of `prefix_out` and `out`.
+
     Args:
         q: [B, R, Hq, D] float32, bfloat16 or float16.
         k_cache: [num_pages, Hkv, page_size, D], any strides; q's dtype, or float8_e4m3fn (unscaled) under a
             16-bit q. Query head h reads KV head h // (Hq / Hkv).
-        v_cache: as k_cache; its strides may differ.
+        v_cache: as k_cache, its strides may differ; None if k_cache holds latent rows.
         page_table: int32 [B, max_pages]. A position beyond it, and an entry < 0, mean the dummy page 0.
         prefix_lens: int32 [B], keys before the window.
         mask: int64 [B, R, ceil(W / 64)], bits at and above W are ignored.
@@ -62,12 +70,22 @@ def tree_window_attention(
     Source: seed, "One tree attention"; the merge of partial softmaxes is Milakov and Gimelshein 2018.
     """
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(prefix_out.shape, dtype=q.dtype, device=q.device)
     _check(q, k_cache, v_cache, page_table, prefix_lens, mask, prefix_out, prefix_lse2, window, out)
-    if use_triton(q):
-        from trtllm_tree.kernels.tree_window_attention.triton import launch as run
+    # The kernels differ in whether `v_cache` may be None.
+    run: Callable[..., None]
+    if not use_triton(q):
+        from trtllm_tree.kernels.tree_window_attention.reference import reference
+
+        run = reference
+    elif v_cache is None:
+        from trtllm_tree.kernels.tree_window_attention import mla
+
+        run = mla.launch
     else:
-        from trtllm_tree.kernels.tree_window_attention.reference import reference as run
+        from trtllm_tree.kernels.tree_window_attention import triton
+
+        run = triton.launch
     run(
         q,
         k_cache,
@@ -88,7 +106,7 @@ def tree_window_attention(
 def _check(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     page_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     mask: torch.Tensor,
@@ -99,12 +117,17 @@ def _check(
 ) -> None:
     batch, num_rows, num_heads, head_dim = q.shape
     assert q.dtype in _QUERY_DTYPES, f"q is {q.dtype}"
-    assert k_cache.dtype == v_cache.dtype, "K and V differ in dtype"
     fp8 = k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32
     assert k_cache.dtype == q.dtype or fp8, f"{k_cache.dtype} keys under a {q.dtype} query"
-    assert k_cache.shape == v_cache.shape, "K and V differ in shape"
     assert k_cache.shape[3] == head_dim, "K and q differ in head dim"
-    assert num_heads % k_cache.shape[1] == 0, "query heads must be a multiple of KV heads"
+    if v_cache is None:
+        assert k_cache.shape[1] == 1, "a latent cache has one head"
+        assert prefix_out.shape[3] <= head_dim, "more value channels than a latent row has"
+    else:
+        assert k_cache.dtype == v_cache.dtype, "K and V differ in dtype"
+        assert k_cache.shape == v_cache.shape, "K and V differ in shape"
+        assert num_heads % k_cache.shape[1] == 0, "query heads must be a multiple of KV heads"
+        assert prefix_out.shape[3] == head_dim, "prefix_out and q differ in head dim"
     assert page_table.dtype == torch.int32, "page_table must be int32"
     assert page_table.dim() == 2, "page_table must be [B, max_pages]"
     assert page_table.shape[0] == batch, "page_table has another batch"
@@ -114,9 +137,11 @@ def _check(
     assert mask.dtype == torch.int64, "mask must be int64"
     assert mask.shape == (batch, num_rows, -(-window // 64)), "mask must be [B, R, ceil(W / 64)]"
     assert prefix_out.dtype in (q.dtype, torch.float32), f"prefix_out is {prefix_out.dtype}"
-    assert prefix_out.shape == q.shape == out.shape, "q, prefix_out and out differ in shape"
+    assert prefix_out.shape[:3] == q.shape[:3], "prefix_out must be [B, R, Hq, ...]"
+    assert out.shape == prefix_out.shape, "prefix_out and out differ in shape"
     assert prefix_lse2.dtype == torch.float32, "prefix_lse2 must be float32"
     assert prefix_lse2.shape == q.shape[:3], "prefix_lse2 must be [B, R, Hq]"
     assert out.dtype == q.dtype, "out must have q's dtype"
-    for tensor in (q, k_cache, v_cache, page_table, prefix_lens, mask, prefix_out, prefix_lse2, out):
+    caches = (k_cache,) if v_cache is None else (k_cache, v_cache)
+    for tensor in (q, *caches, page_table, prefix_lens, mask, prefix_out, prefix_lse2, out):
         assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "the last dimension must be contiguous"

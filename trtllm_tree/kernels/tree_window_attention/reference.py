@@ -14,7 +14,7 @@ import torch
 def reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     page_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     mask: torch.Tensor,
@@ -45,7 +45,10 @@ def reference(
 
     seen = visible.any(dim=1)[:, :, None, None]
     keys = _gather(k_cache, page_table, position).masked_fill(~seen, 0.0)  # [B, C, Hkv, D]
-    values = _gather(v_cache, page_table, position).masked_fill(~seen, 0.0)
+    if v_cache is None:
+        values = keys[..., : out.shape[3]]
+    else:
+        values = _gather(v_cache, page_table, position).masked_fill(~seen, 0.0)
 
     grouped = q.float().reshape(batch, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("brhgd,bchd->brhgc", grouped, keys) * scale
@@ -60,7 +63,7 @@ def reference(
     weights = torch.where(all_scores.isneginf().all(dim=-1, keepdim=True), 0.0, weights)
 
     own = weights[..., :-1].reshape(scores.shape)
-    result = torch.einsum("brhgc,bchd->brhgd", own, values).reshape(q.shape)
+    result = torch.einsum("brhgc,bchd->brhgd", own, values).reshape(out.shape)
     out.copy_(result + weights[..., -1:] * partial_value)
 
 

@@ -1,17 +1,17 @@
 """Triton kernel of `tree_window_attention`: one launch for the prefix tail, the masked window and the merge.
 
 Rows of one KV head are folded (m = r * group + g) so that each key is read once per tile. It must not
-know what the rows are; tile sizes are chosen in `choose_tile` alone.
+know what the rows are; tiles are chosen in `choose_tile` and `_key_blocks` alone.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 
 from trtllm_tree.kernels._triton import dot_dtype, tl, triton
 
-# Blocks start at multiples of BLOCK_N and BLOCK_N divides 32, so the mask bits of a block lie in one word.
-BLOCK_N = 32
 _LOG2_E = 1.4426950408889634
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -19,6 +19,65 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 @triton.jit
 def _bit_or(a, b):
     return a | b
+
+
+@triton.jit
+def _load_block(
+    k_ptr,
+    v_ptr,
+    page_table_ptr,
+    max_pages,
+    position,
+    in_reach,
+    seen,
+    k_stride_page,
+    k_stride_token,
+    v_stride_page,
+    v_stride_token,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """K and V [BLOCK_N, BLOCK_D] at `position`, 0 where not seen. The pointers are those of one KV head.
+
+    A slot that no row of the tile sees is not read: it may hold NaN, and 0 * NaN would leak out of V. Its page is
+    looked up all the same, so that the lookup need not wait for the mask.
+    """
+    index = position // PAGE_SIZE
+    page = tl.load(page_table_ptr + index, mask=in_reach & (index < max_pages), other=0)
+    page = tl.maximum(page, 0).to(tl.int64)
+    offset = position % PAGE_SIZE
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = seen[:, None] & (d < HEAD_DIM)
+    k_row = page * k_stride_page + offset * k_stride_token
+    v_row = page * v_stride_page + offset * v_stride_token
+    k = tl.load(k_ptr + k_row[:, None] + d, mask=mask, other=0.0)
+    v = tl.load(v_ptr + v_row[:, None] + d, mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _row_bits(mask_ptr, start, window, tail_start, row_valid):
+    """What each row sees of the 32 columns from `start` on, a multiple of 32; negative columns are the tail."""
+    # As a vector: newer interpreters take `vector & scalar` for an integer.
+    is_window = tail_start * 0 + start >= 0
+    word = tl.load(mask_ptr + start // 64, mask=row_valid & is_window & (start < window), other=0)
+    inside = tl.where(window - start >= 32, -1, (1 << (tl.minimum(tl.maximum(window - start, 0), 31))) - 1)
+    hidden = tail_start - start
+    tail = tl.where(hidden < 32, -1 << tl.minimum(tl.maximum(hidden, 0), 31), 0)
+    return tl.where(is_window, (word >> (start & 32)).to(tl.int32) & inside, tail)
+
+
+@triton.jit
+def _reach(mask_ptr, row_valid, window, WORDS: tl.constexpr):
+    """One behind the highest window column that a row of the tile sees."""
+    bit = tl.arange(0, 64)
+    end = 0
+    for word in tl.static_range(WORDS):
+        seen = tl.reduce(tl.load(mask_ptr + word, mask=row_valid, other=0), 0, _bit_or)
+        columns = tl.where(((seen >> bit.to(tl.int64)) & 1) != 0, word * 64 + bit + 1, 0)
+        end = tl.maximum(end, tl.max(columns, 0))
+    return tl.minimum(end, window)
 
 
 @triton.jit
@@ -61,6 +120,9 @@ def tree_window_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    REACH_WORDS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    LATE_PREFIX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,93 +138,153 @@ def tree_window_attention_kernel(
     row64 = row.to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     row_valid = row < num_rows
-    in_head = (d < HEAD_DIM)[None, :]
+    row_mask = row_valid[:, None] & (d < HEAD_DIM)[None, :]
+    page_table_ptr += b * page_table_stride_b
+    mask_ptr += b * mask_stride_b + row64 * mask_stride_r
 
-    q_offset = b * q_stride_b + row64 * q_stride_r + head * q_stride_h
-    q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_valid[:, None] & in_head, other=0.0).to(DOT)
-
+    # Everything is loaded before anything is computed: at these sizes the kernel is a chain of memory latencies.
     prefix_len = tl.load(prefix_lens_ptr + b)
+    q_ptr += b * q_stride_b + kv_head * GROUP * q_stride_h
+    q_offset = row * q_stride_r + m % GROUP * q_stride_h
+    q = tl.load(q_ptr + (q_offset[:, None] + d[None, :]), mask=row_mask, other=0.0).to(DOT)
     if CAUSAL_PREFIX:
         covered = prefix_len - num_rows + 1 + row
         tail_len = tl.minimum(prefix_len, num_rows - 1 - first_m // GROUP)
     else:
         covered = prefix_len + row * 0
         tail_len = 0
-
-    # The online softmax starts from the partial: its max is lse2, its sum 1, its accumulator the output.
     has_partial = row_valid & (covered > 0)
     lse2_offset = b * prefix_lse2_stride_b + row64 * prefix_lse2_stride_r + head
-    row_max = tl.load(prefix_lse2_ptr + lse2_offset, mask=has_partial, other=float("-inf"))
-    row_sum = tl.where(has_partial, 1.0, 0.0)
-    prefix_offset = b * prefix_out_stride_b + row64 * prefix_out_stride_r + head * prefix_out_stride_h
-    acc = tl.load(
-        prefix_out_ptr + prefix_offset[:, None] + d[None, :], mask=has_partial[:, None] & in_head, other=0.0
-    ).to(tl.float32)
+    lse2 = tl.load(prefix_lse2_ptr + lse2_offset, mask=has_partial, other=float("-inf"))
+    prefix_out_ptr += b * prefix_out_stride_b + kv_head * GROUP * prefix_out_stride_h
+    prefix_offset = row * prefix_out_stride_r + m % GROUP * prefix_out_stride_h
+    prefix_ptrs = prefix_out_ptr + (prefix_offset[:, None] + d[None, :])
+    prefix = tl.zeros((BLOCK_M, BLOCK_D), prefix_out_ptr.dtype.element_ty)
+    if not LATE_PREFIX:
+        prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
 
     # Columns count from the window's start; the tail has negative ones.
     tail_start = tl.maximum(covered, 0) - prefix_len
-    first_column = -tl.cdiv(tail_len, BLOCK_N) * BLOCK_N
-    mask_offset = b * mask_stride_b + row64 * mask_stride_r
-    for i in tl.range(0, tl.cdiv(window - first_column, BLOCK_N)):
+    first_column = -tl.cdiv(tail_len, 32) * 32
+    k_ptr += kv_head * k_stride_head
+    v_ptr += kv_head * v_stride_head
+    end = window
+    if REACH_WORDS > 0:
+        end = _reach(mask_ptr, row_valid, window, REACH_WORDS)
+    # The partial is the online softmax's first term: its max is lse2, its sum 1. Its output joins at the end.
+    row_max = lse2
+    row_sum = tl.where(has_partial, 1.0, 0.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for i in tl.range(0, 1 if ONE_BLOCK else tl.cdiv(end - first_column, BLOCK_N)):
         start = first_column + i * BLOCK_N
         column = start + n
-        in_window = column < window
-        # As a vector: newer interpreters take `vector & scalar` for an integer.
-        is_window = row * 0 + start >= 0
-        bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & is_window, other=0)
-        bits = (bits >> (start & 63)).to(tl.int32)
-        visible = (((bits[:, None] >> n[None, :]) & 1) != 0) & in_window[None, :]
-        seen = (((tl.reduce(bits, 0, _bit_or) >> n) & 1) != 0) & in_window
-        if CAUSAL_PREFIX:
-            visible = visible | ((column[None, :] >= tail_start[:, None]) & (column < 0)[None, :])
-            seen = seen | ((column >= -tail_len) & (column < 0))
-
-        position = prefix_len + column
-        page_index = position // PAGE_SIZE
-        page = tl.load(
-            page_table_ptr + b * page_table_stride_b + page_index,
-            mask=seen & (page_index < max_pages),
-            other=0,
+        # What each row sees, as bits of 32 columns: a whole tile of 64-bit shifts would cost registers.
+        bits = _row_bits(mask_ptr, start, window, tail_start, row_valid)
+        packed = bits.to(tl.int64) & 0xFFFFFFFF
+        bits = bits[:, None]
+        if BLOCK_N > 32:
+            high = _row_bits(mask_ptr, start + 32, window, tail_start, row_valid)
+            packed |= high.to(tl.int64) << 32
+            bits = tl.where((n < 32)[None, :], bits, high[:, None])
+        visible = (bits & (1 << (n & 31))[None, :]) != 0
+        seen = ((tl.reduce(packed, 0, _bit_or) >> n) & 1) != 0
+        keys, values = _load_block(
+            k_ptr,
+            v_ptr,
+            page_table_ptr,
+            max_pages,
+            prefix_len + column,
+            (column >= -tail_len) & (column < end),
+            seen,
+            k_stride_page,
+            k_stride_token,
+            v_stride_page,
+            v_stride_token,
+            HEAD_DIM,
+            PAGE_SIZE,
+            BLOCK_D,
         )
-        page = tl.maximum(page, 0).to(tl.int64)
-        offset = position % PAGE_SIZE
-        # Slots that no row of the tile sees are not read: 0 * NaN would leak out of V.
-        key_mask = seen[:, None] & in_head
-        k_offset = page * k_stride_page + kv_head * k_stride_head + offset * k_stride_token
-        k = tl.load(k_ptr + k_offset[:, None] + d[None, :], mask=key_mask, other=0.0).to(DOT)
-        v_offset = page * v_stride_page + kv_head * v_stride_head + offset * v_stride_token
-        v = tl.load(v_ptr + v_offset[:, None] + d[None, :], mask=key_mask, other=0.0).to(DOT)
-
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        keys, values = keys.to(DOT), values.to(DOT)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if ONE_BLOCK and LATE_PREFIX:
+            prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
         scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # The scale is positive, so it may wait until behind the maximum.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         # A row that has seen nothing yet keeps the max -inf, and -inf - -inf is NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * scale_log2 - base[:, None])
         rescale = tl.exp2(row_max - base)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DOT), v, acc * rescale[:, None], input_precision="ieee")
+        if ONE_BLOCK:
+            # Nothing to add to, and fewer weights to normalise than outputs.
+            weights = weights * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))[:, None]
+            acc = tl.dot(weights.to(DOT), values, input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(DOT), values, acc * rescale[:, None], input_precision="ieee")
         row_max = new_max
 
-    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    out_offset = b * out_stride_b + row64 * out_stride_r + head * out_stride_h
-    tl.store(
-        out_ptr + out_offset[:, None] + d[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=row_valid[:, None] & in_head,
-    )
+    if LATE_PREFIX and not ONE_BLOCK:
+        prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
+    norm = 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    share = tl.exp2(lse2 - base) * norm
+    if not ONE_BLOCK:
+        acc = acc * norm[:, None]
+    acc += prefix.to(tl.float32) * share[:, None]
+    out_ptr += b * out_stride_b + kv_head * GROUP * out_stride_h
+    out_offset = row * out_stride_r + m % GROUP * out_stride_h
+    tl.store(out_ptr + (out_offset[:, None] + d[None, :]), acc.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-def choose_tile(batch: int, folded_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(BLOCK_M, num_warps): small tiles fill the GPU at small batch, large ones re-read fewer keys.
+@dataclass(frozen=True)
+class Tile:
+    """What one program works on, `max_registers` a thread at most (None: as many as it takes)."""
 
-    Full-precision products and wide heads need more registers a row, hence lower limits.
+    block_m: int
+    num_warps: int
+    max_registers: int | None
+
+
+def choose_tile(
+    batch: int, folded_rows: int, head_dim: int, dtype: torch.dtype, *, one_block: bool = True
+) -> Tile:
+    """Small tiles fill the GPU at small batch, large ones re-read fewer keys.
+
+    Full-precision products and wide heads need more registers a row, hence lower limits. With 128 registers a
+    thread four tiles of 64 rows fit in a multiprocessor, and one computes while others load: on an H200 (B 32,
+    64 rows of 32 heads, D 128) 20.5 us, and 23.2 with 160 registers. More than one block of keys took 32.8 us in tiles
+    of 128 rows and 33.6 in tiles of 64, although both spill.
     """
     largest = 16 if batch == 1 else 32 if batch < 8 else 64
     if dtype == torch.float32:
         largest = 16
     block_m = max(16, min(largest, triton.next_power_of_2(folded_rows)))
-    return block_m, 8 if block_m * head_dim > 64 * 128 else 4
+    if block_m * head_dim > 64 * 128 or dtype == torch.float32:
+        return Tile(block_m, 8, None)
+    if block_m < 64 or head_dim <= 64:
+        return Tile(block_m, 4, None)
+    return Tile(64, 4, 128) if one_block or folded_rows <= 64 else Tile(128, 8, 128)
+
+
+def _key_blocks(num_rows: int, window: int, *, causal_prefix: bool) -> tuple[bool, int]:
+    """Whether tail and window fit in one block of keys, and the keys of a block."""
+    span = window + (32 * triton.cdiv(num_rows - 1, 32) if causal_prefix else 0)
+    return span <= 64, 64 if 32 < span <= 64 else 32
+
+
+def _constexprs(tile: Tile, num_rows: int, window: int, *, causal_prefix: bool) -> dict[str, object]:
+    """How the keys are gone through: in one block if they fit, else up to the last key that is seen."""
+    one_block, block_n = _key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    return {
+        "CAUSAL_PREFIX": causal_prefix,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": block_n,
+        "REACH_WORDS": 0 if one_block else triton.cdiv(window, 64),
+        "ONE_BLOCK": one_block,
+        # Registers, or latency where there are enough of them.
+        "LATE_PREFIX": tile.block_m >= 64,
+    }
 
 
 def launch(
@@ -185,9 +307,11 @@ def launch(
     batch, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    chosen_m, num_warps = choose_tile(batch, num_rows * group, head_dim, q.dtype)
-    block_m = block_m or chosen_m
-    tree_window_attention_kernel[(triton.cdiv(num_rows * group, block_m), batch * num_kv_heads)](
+    one_block, _ = _key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    tile = choose_tile(batch, num_rows * group, head_dim, q.dtype, one_block=one_block)
+    if block_m is not None:
+        tile = replace(tile, block_m=block_m)
+    tree_window_attention_kernel[(triton.cdiv(num_rows * group, tile.block_m), batch * num_kv_heads)](
         q,
         k_cache,
         v_cache,
@@ -210,28 +334,31 @@ def launch(
         *prefix_out.stride()[:3],
         *prefix_lse2.stride()[:2],
         *out.stride()[:3],
-        CAUSAL_PREFIX=causal_prefix,
         GROUP=group,
         HEAD_DIM=head_dim,
         PAGE_SIZE=k_cache.shape[2],
-        BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
         BLOCK_D=triton.next_power_of_2(head_dim),
         DOT=dot_dtype(_TL_DTYPES[q.dtype]),
-        num_warps=num_warps,
-        num_stages=2,
+        **_constexprs(tile, num_rows, window, causal_prefix=causal_prefix),
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
+        # The loads are in the order that hides them.
+        num_stages=1,
     )
 
 
 # Strides of tensors with rows of head_dim elements, which is a multiple of 16.
 _ROW_STRIDES = ("q_stride", "k_stride", "v_stride", "prefix_out_stride", "out_stride")
 _AOT_CASES = (
-    # (query, cache, BLOCK_M, HEAD_DIM, causal_prefix)
-    ("bf16", "bf16", 64, 128, True),
-    ("bf16", "bf16", 16, 80, False),
-    ("bf16", "fp8e4nv", 64, 128, True),
-    ("fp16", "fp16", 64, 256, True),
-    ("fp32", "fp32", 16, 128, True),
+    # (query, cache, folded rows, HEAD_DIM, window, causal_prefix)
+    ("bf16", "bf16", 128, 128, 64, True),
+    ("bf16", "bf16", 64, 128, 64, False),
+    ("bf16", "bf16", 64, 128, 32, True),
+    ("bf16", "bf16", 64, 128, 32, False),
+    ("bf16", "bf16", 16, 80, 100, False),
+    ("bf16", "fp8e4nv", 64, 128, 32, True),
+    ("fp16", "fp16", 64, 256, 32, True),
+    ("fp32", "fp32", 16, 128, 32, True),
 )
 
 
@@ -239,7 +366,7 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
     """Representative instances for the ahead-of-time compile test."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     specs = []
-    for query, cache, block_m, head_dim, causal in _AOT_CASES:
+    for query, cache, folded, head_dim, window, causal in _AOT_CASES:
         signature = dict.fromkeys(
             (name for name in tree_window_attention_kernel.arg_names if name.islower()), "i32"
         )
@@ -248,18 +375,18 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache}:16")
         signature |= dict.fromkeys(("page_table_ptr", "prefix_lens_ptr"), "*i32:16")
         signature |= {"mask_ptr": "*i64:16", "prefix_lse2_ptr": "*fp32:16", "scale_log2": "fp32"}
+        one_block, _ = _key_blocks(window, window, causal_prefix=causal)
+        tile = choose_tile(8 if folded > 16 else 1, folded, head_dim, names[query], one_block=one_block)
         constexprs = {
-            "CAUSAL_PREFIX": causal,
             "GROUP": 4,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 32,
-            "BLOCK_M": block_m,
-            "BLOCK_N": BLOCK_N,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "DOT": dot_dtype(_TL_DTYPES[names[query]]),
+            **_constexprs(tile, window, window, causal_prefix=causal),
         }
-        _, num_warps = choose_tile(8, block_m, head_dim, names[query])
-        specs.append(
-            (tree_window_attention_kernel, signature, constexprs, {"num_warps": num_warps, "num_stages": 2})
-        )
+        options = {"num_warps": tile.num_warps, "num_stages": 1, "maxnreg": tile.max_registers}
+        # Full-precision products are multiply-adds, unrolled; nobody waits for them.
+        options["spill_bytes"] = 160 if query == "fp32" else 128 if tile.max_registers else 0
+        specs.append((tree_window_attention_kernel, signature, constexprs, options))
     return specs
