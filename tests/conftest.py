@@ -26,11 +26,14 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Skip what needs a GPU where there is none, or not this one."""
+    has_gpu = torch.cuda.is_available()
+    has_sm100 = has_gpu and torch.cuda.get_device_capability() in ((10, 0), (10, 3))
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "sm100" in item.keywords and not has_sm100:
+            item.add_marker(pytest.mark.skip(reason="needs SM100 or SM103"))
 
 
 @pytest.fixture(scope="session")

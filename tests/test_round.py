@@ -154,7 +154,6 @@ def test_a_round_runs_in_the_order_of_its_picture(device, monkeypatch, topk, num
         spy(tree.compactor, "compact_verify_window", "compact KV")
         spy(tree.spec, "compact_rows", "compact rows")
         spy(host.round.drafter._tree, "select", "select")
-        spy(tree.parents, "publish", "publish parents")
     batch = host.batch([0, 1])
     window = host.round.open_window(batch)
     events.append("target forward")
@@ -174,7 +173,6 @@ def test_a_round_runs_in_the_order_of_its_picture(device, monkeypatch, topk, num
             "step 0",
             *["lanes"] * (num_steps - 1),
             "select",
-            "publish parents",
         ]
     assert not torch.equal(host.round.future_input_map, future)
 

@@ -123,7 +123,12 @@ class ToyDraft:
         return features.double()
 
     def chain_rows(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: RoundBatch
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        batch: RoundBatch,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._call("chain", token_ids.shape[1])
         slots = []
@@ -134,7 +139,8 @@ class ToyDraft:
                 "a chain step's position moves on"
             )
             slots.append([self.cache.slot(pool_slot, position) for position in row])
-        return self._forward(token_ids, hidden, slots)
+        out = self._forward(token_ids, hidden, slots)
+        return out if last_rows is None else out.view(-1, 1, 2)[last_rows]
 
     def lane_rows(
         self,

@@ -81,17 +81,17 @@ class ToyHost:
         """A round's batch over pool slots; the pad slot may appear any number of times."""
         lens = [self.committed[slot] for slot in slots]
         index = torch.tensor(list(slots), device=self.device)
-        windows = tuple(
+        windows = [
             [
                 [group.slot(s, length + i) for i in range(self.config.num_nodes)]
                 for s, length in zip(slots, lens, strict=True)
             ]
             for group in self.groups
-        )
+        ]
         return RoundBatch(
             slots=index,
             committed_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
-            write_slots=tuple(torch.tensor(w, dtype=torch.int32, device=self.device) for w in windows),
+            write_slots=torch.tensor(windows, dtype=torch.int32, device=self.device),
             draft_page_table=self.draft.cache.table[index],
             draft_page_size=DRAFT_PAGE_SIZE,
             max_committed_len=max(lens),

@@ -23,7 +23,8 @@ class RoundBatch:
     Attributes:
         slots: int64 [B], pool slots.
         committed_lens: int32 [B], tokens in the cache before the round (vc).
-        write_slots: per target cache group int32 [B, N], the KV slot of vc + i.
+        write_slots: int32 [G, B, N], per target cache group the KV slot of vc + i; G is 0 where only the
+            draft model runs.
         draft_page_table: int32 [B, max_pages] of the draft cache.
         draft_page_size: KV rows of a draft page.
         max_committed_len: host-side bound of `committed_lens`.
@@ -31,7 +32,7 @@ class RoundBatch:
 
     slots: torch.Tensor
     committed_lens: torch.Tensor
-    write_slots: tuple[torch.Tensor, ...]
+    write_slots: torch.Tensor
     draft_page_table: torch.Tensor
     draft_page_size: int
     max_committed_len: int
@@ -57,11 +58,17 @@ class DraftModel(Protocol):
         ...
 
     def chain_rows(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: RoundBatch
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        batch: RoundBatch,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rows [B, R] at consecutive positions int64 [B, R], each seeing every key up to its own.
 
-        `token_ids` int32 [B, R], `hidden` [B, R, H]; returns [B, R, H].
+        `token_ids` int32 [B, R], `hidden` [B, R, H]. Returns [B, R, H]; given `last_rows` int64 [B], b * R + i for
+        row i of request b, only these rows, [B, 1, H]: the others' K/V are all that is wanted of them.
         """
         ...
 

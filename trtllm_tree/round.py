@@ -17,9 +17,10 @@ import torch
 from trtllm_tree.attention.compact import KVCompactor
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Candidates, Eagle
+from trtllm_tree.kernels.chain_window import chain_window
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.sampling.base import Accepted, SamplingBackend
-from trtllm_tree.tree.future import FutureParentMap
+from trtllm_tree.tree.future import FutureParentMap, FutureWindows
 from trtllm_tree.tree.spec import TreeSpec
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
 
@@ -83,9 +84,9 @@ class SpecRound:
         self._hidden = hidden
         device, max_batch = hidden.device, hidden.shape[0] // config.num_nodes
         self.future_input_map = torch.zeros(num_slots, config.num_nodes, dtype=torch.int32, device=device)
+        self.future = None if tree is None else FutureWindows(self.future_input_map, tree.parents.parents)
         self._tokens = torch.zeros(max_batch, config.num_nodes, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_batch, config.num_nodes, dtype=torch.int64, device=device)
-        self._row_index = torch.arange(config.num_nodes, dtype=torch.int64, device=device)
 
     def reset(self, slot: int) -> None:
         """Make a pool slot that of a new request: dummy tokens, and the chain."""
@@ -97,8 +98,9 @@ class SpecRound:
         """Read the candidates that the last round left for these requests."""
         size = batch.slots.shape[0]
         tokens, positions = self._tokens[:size], self._positions[:size]
-        torch.index_select(self.future_input_map, 0, batch.slots, out=tokens)
-        positions.copy_(batch.committed_lens.unsqueeze(1)).add_(self._row_index)
+        chain_window(
+            self.future_input_map, batch.slots, batch.committed_lens, tokens=tokens, positions=positions
+        )
         tree = None
         if self.tree is not None:
             tree = self.tree.spec.load_step(self.tree.parents.parents, batch.slots, positions)
@@ -110,7 +112,12 @@ class SpecRound:
         self._compact(batch, window, accepted)
         features = self._hidden[: logits.shape[0]].view(*window.tokens.shape, -1)
         candidates = self.drafter.draft(
-            batch, accepted.predict, accepted.accept_len, features, window.positions
+            batch,
+            accepted.predict,
+            accepted.accept_len,
+            features,
+            window.positions,
+            future=self.future,
         )
         if self.observer is not None:
             self.observer.on_verified(batch.slots, accepted)
@@ -127,7 +134,8 @@ class SpecRound:
             first_tokens: int32 [B], the token that prefill predicted.
             frontier: int32 [B], prompt lengths.
         """
-        self._hand_over(batch, self.drafter.draft_from(batch, last_hidden, first_tokens, frontier))
+        candidates = self.drafter.draft_from(batch, last_hidden, first_tokens, frontier, future=self.future)
+        self._hand_over(batch, candidates)
 
     def _compact(self, batch: RoundBatch, window: VerifyWindow, accepted: Accepted) -> None:
         """Make the window a chain again."""
@@ -139,10 +147,8 @@ class SpecRound:
         self.tree.spec.compact_rows(accepted.path, window.positions, max_depth=depth)
 
     def _hand_over(self, batch: RoundBatch, candidates: Candidates) -> None:
-        """Leave the next round's tokens, and their parents beside them."""
-        self.future_input_map.index_copy_(0, batch.slots, candidates.tokens)
-        if self.tree is not None:
-            assert candidates.parents is not None, "a tree drafter must leave parents"
-            self.tree.parents.publish(batch.slots, candidates.parents)
+        """Leave a chain's tokens for the next round. Of a tree, selection left tokens and parents already."""
+        if self.future is None:
+            self.future_input_map.index_copy_(0, batch.slots, candidates.tokens)
         if self.observer is not None:
             self.observer.on_drafted(batch.slots, candidates)

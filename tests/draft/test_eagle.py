@@ -43,7 +43,7 @@ class Bench:
         return RoundBatch(
             slots=slots,
             committed_lens=torch.tensor(committed, dtype=torch.int32, device=self.device),
-            write_slots=(),
+            write_slots=slots.new_empty(0, len(committed), 1, dtype=torch.int32),
             draft_page_table=self.draft_model.cache.table[slots],
             draft_page_size=DRAFT_PAGE_SIZE,
             max_committed_len=max(committed),

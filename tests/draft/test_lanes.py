@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.oracles.draft_tree import DraftTreeOracle
+from trtllm_tree.kernels.accepted_rows import accepted_rows
 from trtllm_tree.tree.draft_tree import DraftTree
 from trtllm_tree.tree.lanes import TreeDraftInputs
 
@@ -21,9 +22,33 @@ def slot_of(position: int, table: list[int], page_size: int) -> int:
     return max(page, 0) * page_size + position % page_size
 
 
+def begin(
+    lanes: TreeDraftInputs, frontier: list[int], table: torch.Tensor, page_size: int, *, in_round: bool
+) -> None:
+    """Place the lanes as a decode round does, or as behind a prefill."""
+    first = torch.tensor(frontier, dtype=torch.int32, device=table.device)
+    if not in_round:
+        lanes.begin(first, table, page_size)
+        return
+    one, batch = torch.ones_like(first), len(frontier)
+    accepted_rows(
+        one.unsqueeze(1),
+        one,
+        first - 1,
+        tokens=torch.empty_like(one).unsqueeze(1),
+        last_rows=one.long(),
+        roots=torch.empty_like(one),
+        frontier=lanes.frontier[:batch],
+        lanes=lanes.rows(batch, table, page_size),
+    )
+
+
+@pytest.mark.parametrize("in_round", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 @pytest.mark.parametrize(("topk", "num_steps"), [(2, 2), (4, 4), (8, 9)])
-def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(device, topk, num_steps, page_size):
+def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(
+    device, topk, num_steps, page_size, in_round
+):
     torch.manual_seed(page_size)
     lanes = TreeDraftInputs(MAX_BATCH, topk, num_steps, device)
     pages = 6
@@ -33,7 +58,7 @@ def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(device, topk
     frontier = [0, page_size * (pages - 1) - 1, page_size * pages - 1]
     addresses, written = set(), [set() for _ in frontier]
     for step in range(1, num_steps):
-        lanes.begin(torch.tensor(frontier, dtype=torch.int32, device=device), table.to(device), page_size)
+        begin(lanes, frontier, table.to(device), page_size, in_round=in_round)
         slots = lanes.slots(step, len(frontier))
         addresses.add(slots.data_ptr() - slots.storage_offset() * slots.element_size())
         positions = [[first + (step - 1) * topk + lane for lane in range(topk)] for first in frontier]
@@ -48,12 +73,13 @@ def test_lane_slots_follow_the_page_table_and_end_in_the_dummy_page(device, topk
     assert len(addresses) == 1
 
 
-def test_all_lanes_of_a_step_have_one_position(device):
+@pytest.mark.parametrize("in_round", [False, True])
+def test_all_lanes_of_a_step_have_one_position(device, in_round):
     # Judged in bug B9: every lane of a step has the same depth, so no position is gathered through parents.
     lanes = TreeDraftInputs(MAX_BATCH, 3, 5, device)
     table = torch.zeros(4, 1, dtype=torch.int32, device=device)
-    lanes.begin(torch.tensor([9, 0, 100, 7], dtype=torch.int32, device=device), table, 16)
-    lanes.begin(torch.tensor([40, 1], dtype=torch.int32, device=device), table[:2], 16)
+    begin(lanes, [9, 0, 100, 7], table, 16, in_round=in_round)
+    begin(lanes, [40, 1], table[:2], 16, in_round=in_round)
     for step in range(1, 5):
         positions = lanes.positions(step, 2)
         assert positions.dtype == torch.int64
@@ -138,4 +164,5 @@ def test_each_lane_sees_its_ancestors_slots_and_its_own(device, topk, num_steps)
 def test_a_single_step_has_no_lane_window(device):
     lanes = TreeDraftInputs(MAX_BATCH, 4, 1, device)
     assert lanes.window == 0
+    assert lanes.rows(2, torch.zeros(2, 1, dtype=torch.int32, device=device), 16) is None
     assert lanes.lane_mask.shape == (MAX_BATCH, 4, 1) and not lanes.lane_mask.any()

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from trtllm_tree.attention.compact import KVCompactor
+from trtllm_tree.bench.ops.entry import Call, Case
+from trtllm_tree.bench.ops.round_glue import RoundRig
+from trtllm_tree.bench.ops.timing import launches
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
 from trtllm_tree.ports import RoundBatch
@@ -55,9 +58,14 @@ class ReadyModel:
         return self._fused
 
     def chain_rows(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: RoundBatch
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        batch: RoundBatch,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._chain[token_ids.shape[1]]
+        return self._chain[token_ids.shape[1] if last_rows is None else 1]
 
     def lane_rows(
         self,
@@ -119,10 +127,8 @@ def _rig(config: SpeculativeConfig, device: str) -> Rig:
     pool = Pool([[rand(PAGES, 2, PAGE, 8) for _ in range(2 * LAYERS)], [rand(PAGES, 1, PAGE, 16)]])
     hidden = rand(BATCH * nodes, HIDDEN)
     draft_table = torch.randperm(PAGES, generator=generator)[: 3 * 12].view(3, 12).int().to(device)
-    write_slots = tuple(
-        torch.randperm(PAGES * PAGE, generator=generator)[: BATCH * nodes].view(BATCH, nodes).int().to(device)
-        for _ in pool.groups
-    )
+    shuffles = [torch.randperm(PAGES * PAGE, generator=generator)[: BATCH * nodes] for _ in pool.groups]
+    write_slots = torch.stack(shuffles).view(-1, BATCH, nodes).int().to(device)
     model = ReadyModel(config, generator, device)
     spec_round = SpecRound(
         config,
@@ -200,3 +206,25 @@ def test_a_captured_round_replays_as_the_eager_one(name: str) -> None:
         reference.step()
         torch.cuda.synchronize()
         _assert_same(rig.state(), reference.state())
+
+
+GLUE = Case({"B": 3, "K": 4, "S": 5, "N": 32, "L": 3, "H": 64, "F": 192, "Vd": 5000, "V": 9000}, "bfloat16")
+
+
+def _assert_at_most(limit: int, call: Call) -> None:
+    names = launches(call)
+    if not names:
+        pytest.skip("the profiler sees no device activity here")
+    assert len(names) <= limit, "\n".join([f"{len(names)} launches:", *sorted(names)])
+
+
+def test_drafting_is_one_launch_then_two_a_step_then_one() -> None:
+    # accepted_rows; logprob_topk and draft_tree_expand in each of S = 5 steps; draft_tree_select.
+    _assert_at_most(12, RoundRig(GLUE, torch.Generator("cuda").manual_seed(1)).draft)
+
+
+def test_a_round_is_seven_launches_before_its_drafting() -> None:
+    # Open the window: chain, then tree; target tokens, verify; KV, hidden rows and positions back.
+    _assert_at_most(7 + 12, RoundRig(GLUE, torch.Generator("cuda").manual_seed(1)).step)
+    # Two cache groups move in one launch, too.
+    _assert_at_most(7 + 12, _rig(CONFIGS["tree"], "cuda").step)

@@ -147,19 +147,25 @@ def select_and_check(
     parents: torch.Tensor,
     num_nodes: int,
 ) -> torch.Tensor:
-    """Select into garbage with a strided column of root tokens; returns the node parents [B, N]."""
+    """Select into garbage and into maps, with a strided column of root tokens; returns the node parents [B, N]."""
     batch, device = len(oracles), scores.device
     roots = torch.full((batch, 7), GARBAGE, dtype=torch.int32, device=device)
     roots[:, 3] = torch.arange(900, 900 + batch)
     node_tokens = torch.full((batch, num_nodes + 1), GARBAGE, dtype=torch.int32, device=device)
     node_parents = torch.full((batch, num_nodes + 2), GARBAGE, dtype=torch.int32, device=device)
     node_scores = torch.full((batch, num_nodes + 3), NAN, device=device)
+    # Pool slots in falling order, with an untouched slot on either side and between them.
+    slots = [2 * (batch - b) - 1 for b in range(batch)]
+    maps = torch.full((2, 2 * batch + 1, num_nodes + 4), GARBAGE, dtype=torch.int32, device=device)
     draft_tree_select(
         scores,
         tokens,
         parents,
         roots[:, 3],
         num_nodes=num_nodes,
+        slots=torch.tensor(slots, device=device),
+        future_tokens=maps[0][:, :num_nodes],
+        future_parents=maps[1][:, :num_nodes],
         tokens=node_tokens[:, :num_nodes],
         parents=node_parents[:, :num_nodes],
         node_scores=node_scores[:, :num_nodes],
@@ -170,6 +176,10 @@ def select_and_check(
         assert node_parents[b].tolist() == [node.parent for node in nodes] + [GARBAGE] * 2
         assert node_scores[b, :num_nodes].tolist() == [node.score for node in nodes]
         assert node_scores[b, num_nodes:].isnan().all()
+    for future, selected in zip(maps, (node_tokens, node_parents), strict=True):
+        expected = torch.full_like(future, GARBAGE)
+        expected[slots, :num_nodes] = selected[:, :num_nodes]
+        assert torch.equal(future, expected)
     return node_parents[:, :num_nodes]
 
 
@@ -257,3 +267,34 @@ def test_hidden_rows_must_not_be_gathered_onto_themselves(device):
     scores = torch.zeros(1, 1, 1, device=device)
     with pytest.raises(AssertionError, match="alias"):
         draft_tree_expand(scores, scores.int(), hidden, step=0, **vars(buffers), next_hidden=hidden, window=1)
+
+
+def test_pad_rows_may_share_a_slot_and_still_get_their_own_outputs(device):
+    """Their common row may mix theirs: any of their tokens, each below a lower node."""
+    torch.manual_seed(0)
+    scores = -torch.rand(4, 20, device=device)
+    tokens = torch.arange(80, dtype=torch.int32, device=device).view(4, 20)
+    parents = torch.full((4, 20), -1, dtype=torch.int32, device=device)
+    parents[:, 4:] = torch.arange(16, device=device) % 4
+    scores[:, 4:] -= 1.0
+    roots = torch.tensor([80, 81, 82, 83], dtype=torch.int32, device=device)
+    maps = torch.full((2, 3, 9), GARBAGE, dtype=torch.int32, device=device)
+    alone = draft_tree_select(scores, tokens, parents, roots, num_nodes=9)
+    slots = torch.tensor([2, 0, 2, 2], device=device)
+    shared = draft_tree_select(
+        scores,
+        tokens,
+        parents,
+        roots,
+        num_nodes=9,
+        slots=slots,
+        future_tokens=maps[0],
+        future_parents=maps[1],
+    )
+    assert all(torch.equal(one, other) for one, other in zip(alone, shared, strict=True))
+    assert torch.equal(maps[0, 0], shared[0][1]) and torch.equal(maps[1, 0], shared[1][1])
+    assert (maps[:, 1] == GARBAGE).all()
+    pads = [0, 2, 3]
+    for kind in (0, 1):
+        for node in range(9):
+            assert maps[kind, 2, node] in shared[kind][pads, node]

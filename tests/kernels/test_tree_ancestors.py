@@ -69,3 +69,48 @@ def test_a_chain_of_64_fills_one_word_from_the_bottom(device):
     depths, mask = tree_ancestors(parents)
     assert depths[0].tolist() == list(range(64))
     assert mask[0, :, 0].tolist() == [2 ** (i + 1) - 1 for i in range(63)] + [-1]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 31, 64, 65, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_loaded_step_is_that_of_its_slots_and_its_positions_follow_depth(num_nodes, dtype, device):
+    # Two pad rows share slot 0; slot 4 is nobody's.
+    slots, first = [3, 0, 5, 1, 2, 0], [7, 0, 100, 10**6, 3, 0]
+    maps = [*forests(num_nodes), [GARBAGE] * num_nodes, list(range(-1, num_nodes - 1))]
+    batch, words = len(slots), -(-num_nodes // 64)
+
+    def buffer(rows: int, *tail: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows, num_nodes + 3, *tail), GARBAGE, dtype=dtype, device=device)
+
+    parent_map = buffer(len(maps), dtype=torch.int32)
+    parent_map[:, :num_nodes] = torch.tensor(maps)
+    buffers = {
+        "depths": buffer(batch, dtype=torch.int32),
+        "ancestor_mask": buffer(batch, words, dtype=torch.int64),
+        "loaded_parents": buffer(batch, dtype=torch.int32),
+        "positions": buffer(batch, dtype=dtype),
+        "shift": buffer(batch, dtype=torch.int64),
+    }
+    chain = [[length + i for i in range(num_nodes)] for length in first]
+    buffers["positions"][:, :num_nodes] = torch.tensor(chain)
+    views = {name: tensor[:, :num_nodes] for name, tensor in buffers.items()}
+    tree_ancestors(parent_map[:, :num_nodes], slots=torch.tensor(slots, device=device), **views)
+
+    for b, (slot, length) in enumerate(zip(slots, first, strict=True)):
+        paths = [walk_up(maps[slot], i) for i in range(num_nodes)]
+        depths = [len(path) - 1 for path in paths]
+        masks = [sum(1 << node for node in path) for path in paths]
+        seen = [[word % 2**64 for word in row] for row in views["ancestor_mask"][b].tolist()]
+        assert views["loaded_parents"][b].tolist() == maps[slot]
+        assert views["depths"][b].tolist() == depths
+        assert views["positions"][b].tolist() == [length + depth for depth in depths]
+        assert views["shift"][b].tolist() == [depth - i for i, depth in enumerate(depths)]
+        assert seen == [[mask >> 64 * w & (2**64 - 1) for w in range(words)] for mask in masks]
+    assert all((tensor[:, num_nodes:] == GARBAGE).all() for tensor in buffers.values())
+    assert parent_map[:, :num_nodes].tolist() == maps
+
+
+def test_a_step_is_loaded_with_all_of_its_tensors_or_none(device):
+    parents = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    with pytest.raises(AssertionError, match="all of its tensors"):
+        tree_ancestors(parents, slots=torch.tensor([0], device=device))

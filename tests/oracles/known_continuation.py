@@ -17,6 +17,7 @@ from trtllm_tree.draft.eagle import Candidates
 from trtllm_tree.llm import LLM
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.sampling.base import Accepted
+from trtllm_tree.tree.future import FutureWindows
 
 
 class KnownContinuation:
@@ -45,12 +46,17 @@ class KnownContinuation:
         self._step = 0
         drafter = llm.spec_round.drafter
         self._topk = drafter._topk
-        self._draft_from = drafter.draft_from
-        monkeypatch.setattr(drafter, "draft_from", self._start_round)
+        self._draft_behind = drafter._draft_behind
+        monkeypatch.setattr(drafter, "_draft_behind", self._start_round)
         monkeypatch.setattr(drafter, "_score_candidates", self._score)
 
     def _start_round(
-        self, batch: RoundBatch, last_hidden: torch.Tensor, root: torch.Tensor, frontier: torch.Tensor
+        self,
+        batch: RoundBatch,
+        last_hidden: torch.Tensor,
+        root: torch.Tensor,
+        frontier: torch.Tensor,
+        future: FutureWindows | None,
     ) -> Candidates:
         prompts = {request.slot: tuple(request.prompt_ids) for request in self._engine._scheduler.running}
         self._rows = [
@@ -58,7 +64,7 @@ class KnownContinuation:
             for slot, position in zip(batch.slots.tolist(), frontier.tolist(), strict=True)
         ]
         self._step = 0
-        return self._draft_from(batch, last_hidden, root, frontier)
+        return self._draft_behind(batch, last_hidden, root, frontier, future)
 
     def _score(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stands in for `Eagle._score_candidates`: rows [M, H] are equally many lanes of each request."""

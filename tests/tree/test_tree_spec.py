@@ -28,7 +28,7 @@ def chain_positions(committed: list[int], num_nodes: int, device: str, dtype=tor
 
 
 def buffers(spec: TreeSpec) -> list[torch.Tensor]:
-    return [spec.parent_buf, spec.depth_buf, spec.mask_buf]
+    return [spec.parent_buf, spec.depth_buf, spec.mask_buf, spec.shift_buf]
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
@@ -38,6 +38,7 @@ def test_fresh_spec_is_the_chain(device, num_nodes):
     assert spec.parent_buf.tolist() == [chain] * MAX_BATCH
     assert spec.depth_buf.tolist() == [list(range(num_nodes))] * MAX_BATCH
     assert spec.mask_buf.tolist() == [trees.mask_words(chain)] * MAX_BATCH
+    assert not spec.shift_buf.any()
     # Graph warmup replays compaction without a load: nothing may move then.
     positions = chain_positions([5, 0, 9], num_nodes, device)
     expected = positions.clone()
@@ -89,14 +90,13 @@ def test_positions_are_vc_plus_depth_between_the_shifts(device, num_nodes, dtype
 
 
 @pytest.mark.parametrize("num_nodes", SIZES)
-def test_the_two_shifts_cancel_for_any_depth_buffer(device, num_nodes):
-    # What load_step adds to vc + i is read off a zero row; compact_rows must take away exactly that.
+def test_the_two_shifts_cancel_for_any_content_of_the_shift_buffer(device, num_nodes):
+    # compact_rows must take away exactly what the shift buffer says, and load_step must add exactly that.
     torch.manual_seed(num_nodes)
     spec = make_spec(device, num_nodes)
-    spec.depth_buf.copy_(torch.randint(-(2**20), 2**20, spec.depth_buf.shape))
+    spec.shift_buf.copy_(torch.randint(-(2**20), 2**20, spec.shift_buf.shape))
     before = chain_positions([3, 50, 0, 8], num_nodes, device)
-    index = torch.arange(num_nodes, device=device)
-    positions = before - index + spec.depth_buf
+    positions = before + spec.shift_buf
     root_only = ints([[0] + [-1] * (num_nodes - 1)] * MAX_BATCH, device)
     spec.compact_rows(root_only, positions, max_depth=num_nodes)
     assert torch.equal(positions, before)
@@ -104,6 +104,7 @@ def test_the_two_shifts_cancel_for_any_depth_buffer(device, num_nodes):
     parent_map = torch.randint(-5, num_nodes + 5, (MAX_BATCH, num_nodes), dtype=torch.int32).to(device)
     for _ in range(2):
         spec.load_step(parent_map, torch.arange(MAX_BATCH, device=device), positions)
+        assert torch.equal(positions, before + spec.shift_buf)
         spec.compact_rows(root_only, positions, max_depth=num_nodes)
         assert torch.equal(positions, before)
 

@@ -17,9 +17,9 @@ NUM_NODES = 9
 
 
 class NoDrafter:
-    """Leaves chains of zeros; these tests plant their own trees."""
+    """Drafts chains of zeros and leaves nothing; these tests plant their own trees."""
 
-    def draft(self, batch, predict, accept_len, features, positions) -> Candidates:
+    def draft(self, batch, predict, accept_len, features, positions, *, future) -> Candidates:
         self.positions, self.features = positions.clone(), features.clone()
         size = predict.shape[0]
         parents = torch.tensor([trees.chain(NUM_NODES)] * size, dtype=torch.int32, device=predict.device)
@@ -52,7 +52,7 @@ def test_rows_get_the_position_of_their_depth_and_the_slot_of_their_index(device
     host = planted_host(device, planted)
     host.committed |= {0: 7, 1: 0, 2: 15, 3: 16}
     batch = host.batch(order)
-    given = [slots.clone() for slots in batch.write_slots]
+    given = batch.write_slots.clone()
     window = host.round.open_window(batch)
     assert window.tokens.tolist() == [planted[slot][1] for slot in order]
     assert window.positions.tolist() == [

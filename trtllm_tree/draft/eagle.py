@@ -17,6 +17,7 @@ from trtllm_tree.kernels.accepted_rows import accepted_rows
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
 from trtllm_tree.ports import DraftModel, RoundBatch
 from trtllm_tree.tree.draft_tree import DraftTree
+from trtllm_tree.tree.future import FutureWindows
 from trtllm_tree.tree.lanes import TreeDraftInputs
 
 
@@ -59,8 +60,6 @@ class Eagle:
         topk = self._topk
         self._step0_tokens = torch.zeros(max_batch, self._path_len, **ints)
         self._last_rows = torch.zeros(max_batch, **longs)
-        self._last_hidden = torch.zeros(max_batch, model.hidden_size, dtype=model.dtype, device=device)
-        self._frontier = torch.zeros(max_batch, **ints)
         self._scores = torch.zeros(max_batch * topk, topk, dtype=torch.float32, device=device)
         self._ids = torch.zeros(max_batch * topk, topk, **ints)
         self._topk_workspace = torch.zeros(
@@ -81,6 +80,7 @@ class Eagle:
                 device=device,
             )
         else:
+            self._chain_frontier = torch.zeros(max_batch, **ints)
             self._chain_tokens = torch.zeros(max_batch, config.num_nodes, **ints)
             self._chain_positions = torch.zeros(max_batch, 1, **longs)
 
@@ -91,6 +91,8 @@ class Eagle:
         accept_len: torch.Tensor,
         features: torch.Tensor,
         positions: torch.Tensor,
+        *,
+        future: FutureWindows | None = None,
     ) -> Candidates:
         """Draft after a verify step whose window is a chain again.
 
@@ -99,11 +101,13 @@ class Eagle:
             accept_len: int32 [B].
             features: target features [B, N, F], the kept rows in front.
             positions: int64 [B, N], vc + i.
+            future: receives drafted trees as the next windows of the batch's pool slots; a chain ignores it.
         """
         size, width = predict.shape[0], self._path_len
         # Step 0 takes the longest possible path, not N rows: later rows cannot have been accepted.
         tokens, last_rows = self._step0_tokens[:size], self._last_rows[:size]
-        root, frontier = self._root[:size], self._frontier[:size]
+        root, lanes = self._root[:size], self._lanes
+        frontier = self._chain_frontier[:size] if lanes is None else lanes.frontier[:size]
         accepted_rows(
             predict,
             accept_len,
@@ -112,30 +116,48 @@ class Eagle:
             last_rows=last_rows,
             roots=root,
             frontier=frontier,
+            lanes=None if lanes is None else lanes.rows(size, batch.draft_page_table, batch.draft_page_size),
         )
         hidden = self._model.fuse(features[:, :width])
-        hidden = self._model.chain_rows(tokens, hidden, positions[:, :width], batch)
-        last_hidden = self._last_hidden[:size]
-        torch.index_select(hidden.view(size * width, -1), 0, last_rows, out=last_hidden)
-        return self.draft_from(batch, last_hidden, root, frontier)
+        hidden = self._model.chain_rows(tokens, hidden, positions[:, :width], batch, last_rows)
+        return self._draft_behind(batch, hidden.squeeze(1), root, frontier, future)
 
     def draft_from(
-        self, batch: RoundBatch, last_hidden: torch.Tensor, root: torch.Tensor, frontier: torch.Tensor
+        self,
+        batch: RoundBatch,
+        last_hidden: torch.Tensor,
+        root: torch.Tensor,
+        frontier: torch.Tensor,
+        *,
+        future: FutureWindows | None = None,
     ) -> Candidates:
-        """Draft behind the last accepted row.
+        """Draft where no window was verified: behind a prefill.
 
         Args:
-            last_hidden: [B, H], the head's output at the last accepted row.
+            last_hidden: [B, H], the head's output at the last row.
             root: int32 [B], the token of the next root.
             frontier: int32 [B], accepted keys in the draft cache.
+            future: as for `draft`.
         """
+        if self._lanes is not None:
+            self._lanes.begin(frontier, batch.draft_page_table, batch.draft_page_size)
+        return self._draft_behind(batch, last_hidden, root, frontier, future)
+
+    def _draft_behind(
+        self,
+        batch: RoundBatch,
+        last_hidden: torch.Tensor,
+        root: torch.Tensor,
+        frontier: torch.Tensor,
+        future: FutureWindows | None,
+    ) -> Candidates:
+        """Draft behind the last accepted row, the lanes standing in place."""
         scores, ids = self._score_candidates(last_hidden)
         if self._tree is None or self._lanes is None:
             return self._chain_steps(batch, ids, last_hidden, root, frontier)
-        self._lanes.begin(frontier, batch.draft_page_table, batch.draft_page_size)
         tokens, hidden = self._seed_tree_lanes(self._tree, self._lanes, scores, ids, last_hidden)
         self._tree_steps(self._tree, self._lanes, batch, tokens, hidden)
-        drafted = self._tree.select(root)
+        drafted = self._tree.select(root, slots=batch.slots, future=future)
         return Candidates(tokens=drafted.tokens, parents=drafted.parents, scores=drafted.scores)
 
     def _score_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,16 +45,21 @@ class DecodeStep:
         """The step on device tensors: `slots` int64 [B], `committed_lens` int32 [B] and their host-side bound."""
         hook = self.hook
         tables = tuple(group.page_table[slots] for group in self._cache.groups)
-        write_slots = tuple(
-            window_slots(committed_lens, table, num_rows=hook.window_len, page_size=group.page_size)
-            for group, table in zip(self._cache.groups, tables, strict=True)
-        )
+        write_slots = committed_lens.new_empty(len(tables), slots.shape[0], hook.window_len)
+        for group, table, group_slots in zip(self._cache.groups, tables, write_slots, strict=True):
+            window_slots(
+                committed_lens,
+                table,
+                num_rows=hook.window_len,
+                page_size=group.page_size,
+                slots=group_slots,
+            )
         batch = DecodeBatch(slots, committed_lens, tables, write_slots, max_committed_len)
         window = hook.open_window(batch)
         rows = ForwardBatch(
             token_ids=window.token_ids.reshape(-1).long(),
             positions=window.positions.reshape(-1),
-            write_slots=tuple(group_slots.reshape(-1) for group_slots in write_slots),
+            write_slots=write_slots.flatten(1).unbind(),
             page_tables=tables,
             attention=window.attention,
         )

@@ -85,14 +85,14 @@ class DecodeBatch:
         slots: int64 [B], pool slots.
         committed_lens: int32 [B], tokens in the cache.
         page_tables: per cache group int32 [B, max_pages].
-        write_slots: per cache group int32 [B, N], the slots of the next N positions.
+        write_slots: int32 [G, B, N], per cache group the slots of the next N positions.
         max_committed_len: host-side maximum of `committed_lens`.
     """
 
     slots: torch.Tensor
     committed_lens: torch.Tensor
     page_tables: tuple[torch.Tensor, ...]
-    write_slots: tuple[torch.Tensor, ...]
+    write_slots: torch.Tensor
     max_committed_len: int
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_tree.kernels.greedy_tokens import greedy_tokens
+from trtllm_tree.kernels.greedy_tokens import greedy_tokens, workspace_shape
 from trtllm_tree.kernels.verify_tree import verify_tree
 from trtllm_tree.sampling.base import Accepted, SamplingBackend
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
@@ -31,6 +31,9 @@ class GreedySampler(SamplingBackend):
         self._num_nodes = num_nodes
         self._flag = torch.zeros(max_batch * num_nodes, dtype=torch.bool, device=device)
         self._target = torch.zeros(max_batch, num_nodes, **ints)
+        self._workspace = torch.zeros(
+            workspace_shape(max_batch * num_nodes), dtype=torch.int64, device=device
+        )
         self._predict = torch.zeros(max_batch, num_nodes, **ints)
         self._accept_len = torch.zeros(max_batch, **ints)
         self._path = torch.zeros(max_batch, num_nodes, **ints) if tree else None
@@ -39,7 +42,8 @@ class GreedySampler(SamplingBackend):
 
     def target_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The target's choice int32 [B, N] at every row of `logits` [B*N, V]; -1 where a logit is NaN."""
-        tokens = greedy_tokens(logits, tokens=self._target.view(-1)[: logits.shape[0]])
+        target = self._target.view(-1)[: logits.shape[0]]
+        tokens = greedy_tokens(logits, tokens=target, workspace=self._workspace)
         return tokens.view(-1, self._num_nodes)
 
     def verify(self, logits: torch.Tensor, tokens: torch.Tensor, *, tree: TreeVerifyBatch | None) -> Accepted:

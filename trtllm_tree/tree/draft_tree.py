@@ -15,6 +15,7 @@ import torch
 
 from trtllm_tree.kernels.draft_tree_expand import draft_tree_expand
 from trtllm_tree.kernels.draft_tree_select import draft_tree_select
+from trtllm_tree.tree.future import FutureWindows
 from trtllm_tree.tree.lanes import TreeDraftInputs
 
 
@@ -104,8 +105,19 @@ class DraftTree:
         )
         return self._lane_tokens[:batch], self._lane_hidden[:batch]
 
-    def select(self, root_tokens: torch.Tensor) -> DraftedTree:
-        """Keep the best N-1 entries under `root_tokens` int [B] (any stride) and number the nodes."""
+    def select(
+        self,
+        root_tokens: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        future: FutureWindows | None = None,
+    ) -> DraftedTree:
+        """Keep the best N-1 entries under `root_tokens` int32 [B] (any stride) and number the nodes.
+
+        Args:
+            slots: int64 [B], given with `future`.
+            future: receives the trees as the next windows of these pool slots.
+        """
         batch = root_tokens.shape[0]
         drafted = DraftedTree(self._tokens[:batch], self._parents[:batch], self._scores[:batch])
         draft_tree_select(
@@ -117,5 +129,8 @@ class DraftTree:
             tokens=drafted.tokens,
             parents=drafted.parents,
             node_scores=drafted.scores,
+            slots=None if future is None else slots,
+            future_tokens=None if future is None else future.tokens,
+            future_parents=None if future is None else future.parents,
         )
         return drafted

@@ -2,10 +2,13 @@
 
 `FutureParentMap` keeps, per pool slot, the parents of the candidates that the drafter left there. The
 tokens themselves are the chain's own state (the round's future input map). A slot that is reset (a new
-request, recovery) holds the chain. Nothing else of a tree crosses rounds.
+request, recovery) holds the chain. `FutureWindows` is both maps, for who writes them: tree selection. Nothing else
+of a tree crosses rounds.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +26,10 @@ class FutureParentMap:
         """Make `slot` the chain."""
         self.parents[slot].copy_(self._chain)
 
-    def publish(self, slots: torch.Tensor, parents: torch.Tensor) -> None:
-        """Store `parents` int32 [B, N] for pool slots int64 [B]."""
-        self.parents.index_copy_(0, slots, parents)
+
+@dataclass(frozen=True)
+class FutureWindows:
+    """The next windows by pool slot: tokens and parents, both int32 [num_slots, N]."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor

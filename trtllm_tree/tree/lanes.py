@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_tree.kernels.accepted_rows import LaneRows
 from trtllm_tree.kernels.window_slots import window_slots
 from trtllm_tree.tree.topology import mask_words
 
@@ -17,8 +18,9 @@ from trtllm_tree.tree.topology import mask_words
 class TreeDraftInputs:
     """What lane attention reads, at fixed addresses, written within the round.
 
-    The drafter writes lengths, positions and slots once per round (`begin`); `draft_tree_expand` writes the
-    masks of the next step. `active` is True exactly while a lane forward runs.
+    Lengths, positions and slots are written once per round: within a decode round by `accepted_rows`, into
+    `frontier` and `rows`; behind a prefill by `begin`. `draft_tree_expand` writes the masks of the next step.
+    `active` is True exactly while a lane forward runs.
     """
 
     def __init__(self, max_batch: int, topk: int, num_steps: int, device: torch.device | str) -> None:
@@ -33,8 +35,19 @@ class TreeDraftInputs:
         self._positions = torch.zeros(max_batch, num_steps - 1, dtype=torch.int64, device=device)
         self._slots = torch.zeros(max_batch, self.window, dtype=torch.int32, device=device)
 
+    def rows(self, batch: int, page_table: torch.Tensor, page_size: int) -> LaneRows | None:
+        """Where `accepted_rows` puts positions and slots of B = `batch` requests; None if S is 1.
+
+        Args:
+            page_table: int32 [B, max_pages] of the draft cache.
+            page_size: KV rows of a page.
+        """
+        if not self.window:
+            return None
+        return LaneRows(self._positions[:batch], self._slots[:batch], page_table, page_size)
+
     def begin(self, frontier: torch.Tensor, page_table: torch.Tensor, page_size: int) -> None:
-        """Start a round's lanes.
+        """Start the lanes of a round that accepted nothing: the first, behind a prefill.
 
         Args:
             frontier: int32 [B], accepted keys in the draft cache.

@@ -2,8 +2,9 @@
 
 `TreeSpec` is where a window of chain positions becomes a tree's and back. Before the forward, `load_step`
 moves row i from position vc + i to vc + depth[i]; after it, `compact_rows` moves the accepted path's rows to
-the front and the positions back to vc + i, so that whatever comes next sees a chain. Both read the same depth
-buffer, so they cancel for any content of it; a fresh spec holds the chain, for which both do nothing.
+the front and the positions back to vc + i, so that whatever comes next sees a chain. What the one adds it leaves
+in a shift buffer, which the other takes away, so they cancel for any tree; a fresh spec holds the chain, for which
+both do nothing.
 KV slots never change here: node i's row stays the window's i-th slot.
 """
 
@@ -35,11 +36,11 @@ class TreeSpec:
         self.mask_buf = torch.empty(
             max_batch, num_nodes, mask_words(num_nodes), dtype=torch.int64, device=device
         )  # [max_batch, N, words]
+        self.shift_buf = torch.zeros(max_batch, num_nodes, dtype=torch.int64, device=device)  # depth - index
         tree_ancestors(self.parent_buf, depths=self.depth_buf, ancestor_mask=self.mask_buf)
-        self._node_index = torch.arange(num_nodes, dtype=torch.int32, device=device)  # [N]
         self._hidden_rows = torch.arange(max_batch * num_nodes, dtype=torch.int32, device=device)
         self._hidden_rows = self._hidden_rows.view(max_batch, num_nodes)
-        self._hidden_table = RowTable.build([hidden.view(hidden.shape[0], 1, 1, hidden.shape[1])])
+        self._hidden_table = RowTable.build([[hidden.view(hidden.shape[0], 1, 1, hidden.shape[1])]])
 
     def load_step(
         self, parent_map: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -49,13 +50,19 @@ class TreeSpec:
         Args:
             parent_map: int32 [num_slots, N], the parents that the drafter left for each pool slot.
             slots: int64 [B], the pool slot of each request.
-            positions: integer [B, N], changed in place.
+            positions: int32 or int64 [B, N], changed in place.
         """
         batch = slots.shape[0]
         parents, depths, mask = self.parent_buf[:batch], self.depth_buf[:batch], self.mask_buf[:batch]
-        torch.index_select(parent_map, 0, slots, out=parents)
-        tree_ancestors(parents, depths=depths, ancestor_mask=mask)
-        positions.sub_(self._node_index).add_(depths)
+        tree_ancestors(
+            parent_map,
+            depths=depths,
+            ancestor_mask=mask,
+            slots=slots,
+            loaded_parents=parents,
+            positions=positions,
+            shift=self.shift_buf[:batch],
+        )
         return TreeVerifyBatch(parents=parents, depths=depths, ancestor_mask=mask)
 
     def compact_rows(self, path: torch.Tensor, positions: torch.Tensor, *, max_depth: int) -> None:
@@ -67,5 +74,5 @@ class TreeSpec:
             max_depth: longest possible path; later columns of `path` are -1.
         """
         batch = path.shape[0]
-        compact_window_rows(self._hidden_table, self._hidden_rows[:batch], path, max_depth=max_depth)
-        positions.sub_(self.depth_buf[:batch]).add_(self._node_index)
+        compact_window_rows(self._hidden_table, self._hidden_rows[None, :batch], path, max_depth=max_depth)
+        positions.sub_(self.shift_buf[:batch])

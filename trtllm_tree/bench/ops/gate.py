@@ -6,6 +6,7 @@ Owns the pytest subprocess. Where the tests are not there, as beside an installe
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def _failure(tests: tuple[str, ...], root: Path) -> str | None:
     if not (root / tests[0]).is_file() or importlib.util.find_spec("pytest") is None:
         return UNTESTED
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *tests]
+    if importlib.util.find_spec("xdist") is not None:
+        # Most of the time goes into compiling kernels, on one processor a process.
+        command += ["-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode == 0:
         return None

@@ -1,4 +1,7 @@
-"""Benchmark of a whole speculative round without its model forwards: what drafting a tree costs besides.
+"""Benchmarks of a speculative round without its model forwards: what drafting a tree costs besides.
+
+`round_glue` is the whole round; `drafting_glue` is its part behind the compacted window, up to the next one's tree in
+the future maps.
 
 The forwards return tensors that lie ready, so that everything that runs belongs to the round. All drafts and all
 target choices come from the same few tokens, so that accepted paths are long, as with a good drafter.
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trtllm_tree.attention.compact import KVCompactor
-from trtllm_tree.bench.ops.entry import Case, Cost, OpBench, Workload, normal, page_table
+from trtllm_tree.bench.ops.entry import Case, Cost, OpBench, Workload, normal, page_table, random_ids
 from trtllm_tree.bench.ops.row_ops import HEAD_DIM, KV_HEADS, PAGE
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
@@ -48,6 +51,7 @@ class ReadyModel:
         batch, lanes, path = case["B"], case["K"], _config(case).max_path_len
         self.hidden_size = case["H"]
         self._rows = normal(generator, (batch, path, case["H"]), self.dtype)
+        self._last_rows = self._rows[:, :1].clone()
         self._lanes = normal(generator, (batch, lanes, case["H"]), self.dtype)
         sizes = [batch] + [batch * lanes] * (case["S"] - 1)
         self._logits = [_peaked(generator, rows, case["Vd"], lanes) for rows in sizes]
@@ -59,9 +63,14 @@ class ReadyModel:
         return self._rows
 
     def chain_rows(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: RoundBatch
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        batch: RoundBatch,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._rows
+        return self._rows if last_rows is None else self._last_rows
 
     def lane_rows(
         self,
@@ -99,7 +108,7 @@ class RoundRig:
         self._batch = RoundBatch(
             slots=torch.randperm(batch, generator=generator, device=device),
             committed_lens=torch.full((batch,), _COMMITTED, dtype=torch.int32, device=device),
-            write_slots=((pages * PAGE + torch.arange(nodes, device=device)).int(),),
+            write_slots=(pages * PAGE + torch.arange(nodes, device=device)).int()[None],
             draft_page_table=page_table(generator, batch, -(-(_COMMITTED + 2 * nodes) // PAGE)),
             draft_page_size=PAGE,
             max_committed_len=_COMMITTED,
@@ -118,31 +127,54 @@ class RoundRig:
                 compactor=KVCompactor(_Pool(cache)),
             ),
         )
+        # An accepted window, for drafting alone.
+        self._predict = random_ids(generator, (batch, nodes), case["K"])
+        self._accept_len = random_ids(generator, (batch,), config.max_path_len) + 1
+        self._positions = torch.arange(nodes, device=device).repeat(batch, 1) + _COMMITTED
 
     def step(self) -> torch.Tensor:
         """One round; returns the accepted lengths int32 [B]."""
         window = self.round.open_window(self._batch)
         return self.round.close_window(self._batch, window, self._logits).accept_len
 
+    def draft(self) -> torch.Tensor:
+        """The drafting of one round; returns the next windows' tokens int32 [B, N]."""
+        features = self._hidden.view(*self._predict.shape, -1)
+        candidates = self.round.drafter.draft(
+            self._batch,
+            self._predict,
+            self._accept_len,
+            features,
+            self._positions,
+            future=self.round.future,
+        )
+        return candidates.tokens
 
-def _cost(case: Case) -> Cost:
-    """Every logit read once. The rest is small, or depends on what is accepted."""
-    draft_rows = case["B"] * (1 + (case["S"] - 1) * case["K"])
-    return Cost(2 * (case["B"] * case["N"] * case["V"] + draft_rows * case["Vd"]))
+
+def _drafting_cost(case: Case) -> Cost:
+    """Every draft logit read once. The rest is small, or depends on what is accepted."""
+    return Cost(2 * case["B"] * (1 + (case["S"] - 1) * case["K"]) * case["Vd"])
 
 
-def _build(case: Case, sets: int, generator: torch.Generator) -> Workload:
+def _round_cost(case: Case) -> Cost:
+    return Cost(2 * case["B"] * case["N"] * case["V"] + _drafting_cost(case).bytes_moved)
+
+
+def _round(case: Case, sets: int, generator: torch.Generator) -> Workload:
     return Workload([RoundRig(case, generator).step for _ in range(sets)])
 
 
+def _drafting(case: Case, sets: int, generator: torch.Generator) -> Workload:
+    return Workload([RoundRig(case, generator).draft for _ in range(sets)])
+
+
 _MODEL = {"L": 32, "H": 4096, "F": 3 * 4096, "Vd": 32000, "V": 128256}
-ROUND_GLUE = OpBench(
-    "round_glue",
-    ("tests/gpu/test_round_graph.py",),
-    tuple(
-        Case({"B": b, "K": k, "S": s, "N": n, **_MODEL}, "bfloat16")
-        for b, k, s, n in ((8, 4, 5, 32), (1, 4, 5, 32), (32, 8, 6, 64))
-    ),
-    _cost,
-    _build,
+_TESTS = ("tests/gpu/test_round_graph.py",)
+_CASES = tuple(
+    Case({"B": b, "K": k, "S": s, "N": n, **_MODEL}, "bfloat16")
+    for b, k, s, n in ((8, 4, 5, 32), (1, 4, 5, 32), (32, 8, 6, 64))
+)
+ROUND_OPS = (
+    OpBench("round_glue", _TESTS, _CASES, _round_cost, _round),
+    OpBench("drafting_glue", _TESTS, _CASES, _drafting_cost, _drafting),
 )

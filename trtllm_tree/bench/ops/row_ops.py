@@ -18,6 +18,7 @@ from trtllm_tree.bench.ops.entry import (
 )
 from trtllm_tree.kernels.compact_window_rows import RowTable, compact_window_rows
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
+from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
@@ -70,7 +71,8 @@ def _greedy(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        return lambda: greedy_tokens(logits, tokens=tokens)
+        workspace = logits.new_zeros(greedy_workspace_shape(rows), dtype=torch.int64)
+        return lambda: greedy_tokens(logits, tokens=tokens, workspace=workspace)
 
     return Workload(
         [call_on(x) for x in logits],
@@ -102,10 +104,10 @@ def _compact(case: Case, sets: int, generator: torch.Generator) -> Workload:
     targets = slots[:, 1:depth].flatten().long()
 
     def call_on(cache: torch.Tensor) -> Call:
-        table = RowTable.build(list(cache.unbind()))
+        table = RowTable.build([cache.unbind()])
 
         def run() -> torch.Tensor:
-            compact_window_rows(table, slots, path, max_depth=depth)
+            compact_window_rows(table, slots[None], path, max_depth=depth)
             return cache
 
         return run
@@ -156,7 +158,7 @@ ROW_OPS = (
     ),
     OpBench(
         "compact_window_rows",
-        _SPECULATIVE_TESTS,
+        (*_SPECULATIVE_TESTS, "tests/kernels/test_compact_groups.py"),
         (
             _compact_case(80, 32, 8),
             _compact_case(80, 32, 8, identity=1),

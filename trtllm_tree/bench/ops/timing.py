@@ -50,15 +50,22 @@ def median_us(calls: Sequence[Call], *, passes: int = 1, replays: int = 20) -> f
 
 def num_launches(call: Call) -> int | None:
     """Kernels, copies and fills of one eager call; None where the profiler sees no device activity."""
+    return len(launches(call)) or None
+
+
+def launches(call: Call) -> list[str]:
+    """The names of the kernels, copies and fills that one eager call runs, in no particular order."""
     from torch.profiler import ProfilerActivity, profile
 
-    call()
+    # Compiles kernels and makes what is made once.
+    for _ in range(2):
+        call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    return sum(event.device_type.name == "CUDA" for event in events) or None
+    return [event.name for event in events if event.device_type.name == "CUDA"]
 
 
 def measured_ceilings(*, replays: int = 10) -> Ceilings:

@@ -1,4 +1,4 @@
-"""Benchmarks of the small tree ops: ancestors, expand, select, verify, window slots.
+"""Benchmarks of the small tree ops: ancestors, expand, select, verify, window, window slots.
 
 They move kilobytes: what is measured is the latency of one launch. See entry.py for the legend.
 """
@@ -19,7 +19,8 @@ from trtllm_tree.bench.ops.entry import (
     random_ids,
     random_parents,
 )
-from trtllm_tree.kernels.accepted_rows import accepted_rows
+from trtllm_tree.kernels.accepted_rows import LaneRows, accepted_rows
+from trtllm_tree.kernels.chain_window import chain_window
 from trtllm_tree.kernels.draft_tree_expand import draft_tree_expand, first_entry
 from trtllm_tree.kernels.draft_tree_select import draft_tree_select
 from trtllm_tree.kernels.tree_ancestors import tree_ancestors
@@ -138,23 +139,75 @@ def _verify(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
 
 def _accepted_cost(case: Case) -> Cost:
-    return Cost(case["B"] * _WORD * (2 * case["W"] + 7))
+    steps = case["W"] - 2  # with lanes
+    lanes = steps * (8 + _WORD * case["K"]) + _WORD * -(-steps * case["K"] // _PAGE)
+    return Cost(case["B"] * (_WORD * (2 * case["W"] + 7) + lanes))
 
 
 def _accepted(case: Case, sets: int, generator: torch.Generator) -> Workload:
-    batch, nodes = case["B"], case["N"]
+    batch, nodes, steps = case["B"], case["N"], case["W"] - 2
+    table = page_table(generator, batch, 1 + -(-(2 * case["W"] + steps * case["K"]) // _PAGE))
 
     def call_on(predict: torch.Tensor, accept_len: torch.Tensor) -> Call:
-        outputs = {name: predict.new_empty(batch) for name in ("roots", "frontier")}
-        outputs["last_rows"] = predict.new_empty(batch, dtype=torch.int64)
-        outputs["tokens"] = predict.new_empty(batch, case["W"])
-        return lambda: accepted_rows(predict, accept_len, accept_len, **outputs)
+        roots, frontier = predict.new_empty(batch), predict.new_empty(batch)
+        last_rows = predict.new_empty(batch, dtype=torch.int64)
+        tokens = predict.new_empty(batch, case["W"])
+        positions = last_rows.new_empty(batch, steps)
+        lanes = LaneRows(positions, predict.new_empty(batch, steps * case["K"]), table, _PAGE)
+        return lambda: accepted_rows(
+            predict,
+            accept_len,
+            accept_len,
+            tokens=tokens,
+            last_rows=last_rows,
+            roots=roots,
+            frontier=frontier,
+            lanes=lanes,
+        )
 
     calls = []
     for _ in range(sets):
         accept_len = random_ids(generator, (batch,), case["W"]) + 1
         calls.append(call_on(random_ids(generator, (batch, nodes), 1000), accept_len))
     return Workload(calls)
+
+
+def _window_cost(case: Case) -> Cost:
+    return Cost(case["B"] * (8 + _WORD + case["N"] * (2 * _WORD + 8)))
+
+
+def _window(case: Case, sets: int, generator: torch.Generator) -> Workload:
+    batch, nodes, device = case["B"], case["N"], generator.device
+    index = torch.arange(nodes, device=device)
+    baseline_positions = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+
+    def call_on(token_map: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> Call:
+        tokens = lens.new_empty(batch, nodes)
+        positions = slots.new_empty(batch, nodes)
+
+        def run() -> torch.Tensor:
+            chain_window(token_map, slots, lens, tokens=tokens, positions=positions)
+            return tokens
+
+        return run
+
+    def in_torch(token_map: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        torch.add(lens.unsqueeze(1), index, out=baseline_positions)
+        return token_map[slots]
+
+    inputs = [
+        (
+            random_ids(generator, (2 * batch, nodes), 1000),
+            torch.randperm(2 * batch, generator=generator, device=device)[:batch],
+            random_ids(generator, (batch,), 1000),
+        )
+        for _ in range(sets)
+    ]
+    in_torch_calls: list[Call] = [lambda given=given: in_torch(*given) for given in inputs]
+    return Workload(
+        [call_on(*given) for given in inputs],
+        {"torch gather": Baseline(lambda: in_torch_calls, tolerance=0.0)},
+    )
 
 
 def _slots_cost(case: Case) -> Cost:
@@ -235,9 +288,21 @@ TREE_OPS = (
     OpBench(
         "accepted_rows",
         ("tests/kernels/test_accepted_rows.py",),
-        _cases(*({"B": b, "N": n, "W": w} for b, n, w in ((8, 32, 6), (1, 32, 6), (32, 64, 9)))),
+        _cases(
+            *(
+                {"B": b, "N": n, "W": w, "K": k}
+                for b, n, w, k in ((8, 32, 6, 4), (1, 32, 6, 4), (32, 64, 9, 8))
+            )
+        ),
         _accepted_cost,
         _accepted,
+    ),
+    OpBench(
+        "chain_window",
+        ("tests/kernels/test_chain_window.py",),
+        _cases(*({"B": b, "N": n} for b, n in ((8, 32), (1, 32), (32, 64)))),
+        _window_cost,
+        _window,
     ),
     OpBench(
         "window_slots",

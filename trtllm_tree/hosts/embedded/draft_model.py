@@ -51,7 +51,12 @@ class EmbeddedDraftModel:
         return self._head.logits(hidden)
 
     def chain_rows(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, batch: RoundBatch
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        batch: RoundBatch,
+        last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `ports.DraftModel.chain_rows`."""
         num_rows = token_ids.shape[1]
@@ -60,7 +65,8 @@ class EmbeddedDraftModel:
             first, batch.draft_page_table, num_rows=num_rows, page_size=batch.draft_page_size
         )
         attention = self._decode_attention(first + num_rows, num_rows, self._max_kv_len(batch))
-        return self._forward(token_ids, hidden, positions, slots, batch.draft_page_table, attention)
+        out = self._forward(token_ids, hidden, positions, slots, batch.draft_page_table, attention)
+        return out if last_rows is None else out.flatten(0, 1).index_select(0, last_rows).unsqueeze(1)
 
     def lane_rows(
         self,

@@ -50,6 +50,7 @@ class SpecDecode:
         self._draft_model, self._cache, self._cascade = draft_model, cache, cascade
         self._decode_attention, self._features = decode_attention, features
         self._draft_index = [group.name for group in cache.groups].index(DRAFT_GROUP)
+        assert self._draft_index == len(cache.groups) - 1, "the draft group must be the last"
         self._open: tuple[RoundBatch, VerifyWindow] | None = None
 
     @property
@@ -109,7 +110,7 @@ class SpecDecode:
         batch = RoundBatch(
             slots=slots,
             committed_lens=frontier,
-            write_slots=(),
+            write_slots=slots.new_empty(0, len(segments), self.window_len, dtype=torch.int32),
             draft_page_table=draft_group.page_table[slots],
             draft_page_size=draft_group.page_size,
             max_committed_len=max(s.end for s in segments),
@@ -122,7 +123,7 @@ class SpecDecode:
         round_batch = RoundBatch(
             slots=batch.slots,
             committed_lens=batch.committed_lens,
-            write_slots=batch.write_slots[:index] + batch.write_slots[index + 1 :],
+            write_slots=batch.write_slots[:-1],
             draft_page_table=batch.page_tables[index],
             draft_page_size=self._cache.groups[index].page_size,
             max_committed_len=batch.max_committed_len,

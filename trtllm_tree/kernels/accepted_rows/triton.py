@@ -5,6 +5,30 @@ from __future__ import annotations
 import torch
 
 from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels.accepted_rows.lane_rows import LaneRows
+
+
+@triton.jit
+def _place_lanes(
+    frontier,
+    positions_ptr,
+    slots_ptr,
+    page_table_ptr,
+    num_positions,
+    num_rows,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Positions and cache slots of one request's lanes."""
+    step = tl.arange(0, BLOCK_S)
+    tl.store(positions_ptr + step, (frontier + step).to(tl.int64), mask=step < num_positions)
+    row = tl.arange(0, BLOCK_L)
+    position = frontier + row
+    index = position // PAGE_SIZE
+    page = tl.load(page_table_ptr + index, mask=(row < num_rows) & (index < max_pages), other=0)
+    tl.store(slots_ptr + row, tl.maximum(page, 0) * PAGE_SIZE + position % PAGE_SIZE, mask=row < num_rows)
 
 
 @triton.jit
@@ -16,10 +40,23 @@ def accepted_rows_kernel(
     last_rows_ptr,
     roots_ptr,
     frontier_ptr,
+    lane_positions_ptr,
+    lane_slots_ptr,
+    page_table_ptr,
     predict_stride_b,
     tokens_stride_b,
+    lane_positions_stride_b,
+    lane_slots_stride_b,
+    page_table_stride_b,
     width,
+    num_lane_positions,
+    num_lane_rows,
+    max_pages,
+    HAS_LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
@@ -29,7 +66,32 @@ def accepted_rows_kernel(
     root = tl.load(predict_ptr + b * predict_stride_b + accept_len - 1)
     tl.store(roots_ptr + b, tl.maximum(root, 0))
     tl.store(last_rows_ptr + b, b * width + tl.minimum(accept_len, width) - 1)
-    tl.store(frontier_ptr + b, tl.load(committed_lens_ptr + b) + accept_len)
+    frontier = tl.load(committed_lens_ptr + b) + accept_len
+    tl.store(frontier_ptr + b, frontier)
+    if HAS_LANES:
+        _place_lanes(
+            frontier,
+            lane_positions_ptr + b * lane_positions_stride_b,
+            lane_slots_ptr + b * lane_slots_stride_b,
+            page_table_ptr + b * page_table_stride_b,
+            num_lane_positions,
+            num_lane_rows,
+            max_pages,
+            PAGE_SIZE,
+            BLOCK_S,
+            BLOCK_L,
+        )
+
+
+def _constexprs(width: int, page_size: int, num_positions: int, num_rows: int) -> dict[str, object]:
+    """Of a launch with lanes; one without has no page size, positions or rows."""
+    return {
+        "HAS_LANES": page_size > 0,
+        "PAGE_SIZE": page_size,
+        "BLOCK_W": triton.next_power_of_2(width),
+        "BLOCK_S": triton.next_power_of_2(max(1, num_positions)),
+        "BLOCK_L": triton.next_power_of_2(max(1, num_rows)),
+    }
 
 
 def launch(
@@ -41,9 +103,13 @@ def launch(
     last_rows: torch.Tensor,
     roots: torch.Tensor,
     frontier: torch.Tensor,
+    lanes: LaneRows | None = None,
 ) -> None:
     """Launch the kernel; arguments as in the op."""
     batch, width = tokens.shape
+    lane_tensors = (None,) * 3 if lanes is None else (lanes.positions, lanes.slots, lanes.page_table)
+    widths = [0 if tensor is None else tensor.shape[1] for tensor in lane_tensors]
+    page_size = 0 if lanes is None else lanes.page_size
     accepted_rows_kernel[(batch,)](
         predict,
         accept_len,
@@ -52,10 +118,13 @@ def launch(
         last_rows,
         roots,
         frontier,
+        *lane_tensors,
         predict.stride(0),
         tokens.stride(0),
+        *(0 if tensor is None else tensor.stride(0) for tensor in lane_tensors),
         width,
-        BLOCK_W=triton.next_power_of_2(width),
+        *widths,
+        **_constexprs(width, page_size, widths[0], widths[1]),
         num_warps=1,
     )
 
@@ -67,5 +136,8 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         for name in accepted_rows_kernel.arg_names
         if name.islower()
     }
-    signature["last_rows_ptr"] = "*i64:16"
-    return [(accepted_rows_kernel, signature, {"BLOCK_W": 8}, {"num_warps": 1})]
+    signature |= dict.fromkeys(("last_rows_ptr", "lane_positions_ptr"), "*i64:16")
+    return [
+        (accepted_rows_kernel, signature, _constexprs(*sizes), {"num_warps": 1})
+        for sizes in ((6, 0, 0, 0), (6, 64, 4, 16), (9, 32, 8, 64))
+    ]

@@ -1,6 +1,6 @@
 """Torch reference of `compact_window_rows`: the CPU path, on the region tensors themselves.
 
-It must not know the address table.
+It must not know the tile table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def reference(table: RowTable, slots: torch.Tensor, path: torch.Tensor, *, max_d
     request, to_row = ((path >= 0) & (path != depth) & (depth > 0)).nonzero(as_tuple=True)
     if not len(request):
         return
-    source = slots.long()[request, path[request, to_row]]
-    target = slots.long()[request, to_row]
-    size = table.page_size
-    for region in table.regions:
-        # Indexing has no kernels for every dtype (float8), but it has them for bytes.
-        rows = region.view(torch.uint8)
-        rows[target // size, :, target % size] = rows[source // size, :, source % size]
+    for regions, group_slots in zip(table.groups, slots.long(), strict=True):
+        source = group_slots[request, path[request, to_row]]
+        target = group_slots[request, to_row]
+        size = regions[0].shape[2]
+        for region in regions:
+            # Indexing has no kernels for every dtype (float8), but it has them for bytes.
+            rows = region.view(torch.uint8)
+            rows[target // size, :, target % size] = rows[source // size, :, source % size]

@@ -24,6 +24,9 @@ def draft_tree_select(
     tokens: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
     node_scores: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    future_tokens: torch.Tensor | None = None,
+    future_parents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Select the nodes of the verify window and number them depth first, better siblings first.
 
@@ -42,6 +45,10 @@ def draft_tree_select(
         tokens: int32 [B, N] output, allocated when None.
         parents: int32 [B, N] output: -1 for the root, else below the own index; allocated when None.
         node_scores: float32 [B, N] output: 0 for the root; allocated when None.
+        slots: int64 [B], or None to write the maps no rows.
+        future_tokens: int32 [num_slots, N], given with `slots`: row slots[b] gets tokens[b]. Pad rows may share a
+            slot, whose row then mixes theirs: still tokens, and still parents below their own node.
+        future_parents: int32 [num_slots, N], likewise parents[b].
 
     Returns:
         (tokens, parents, node_scores), every element written. All last dims but root_tokens' are contiguous.
@@ -67,6 +74,14 @@ def draft_tree_select(
         assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, f"the last dim of {name} must be contiguous"
     assert root_tokens.shape == (num_requests,), "root_tokens must be [B]"
     assert root_tokens.dtype == torch.int32, "root_tokens must be int32"
+    published = (slots, future_tokens, future_parents)
+    assert len({tensor is None for tensor in published}) == 1, "slots and both maps are given together"
+    if slots is not None and future_tokens is not None and future_parents is not None:
+        assert slots.dtype == torch.int64 and slots.shape == (num_requests,), "slots must be int64 [B]"
+        assert slots.is_contiguous(), "slots must be contiguous"
+        for tensor in (future_tokens, future_parents):
+            assert tensor.dtype == torch.int32 and tensor.shape[1:] == (num_nodes,), "maps are int32 [*, N]"
+            assert tensor.stride(1) == 1 or num_nodes == 1, "the last dim of a map must be contiguous"
 
     if use_triton(entry_scores):
         from trtllm_tree.kernels.draft_tree_select.triton import launch as run
@@ -80,5 +95,8 @@ def draft_tree_select(
         tokens=tokens,
         parents=parents,
         node_scores=node_scores,
+        slots=slots,
+        future_tokens=future_tokens,
+        future_parents=future_parents,
     )
     return tokens, parents, node_scores

@@ -21,6 +21,9 @@ def reference(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     node_scores: torch.Tensor,
+    slots: torch.Tensor | None,
+    future_tokens: torch.Tensor | None,
+    future_parents: torch.Tensor | None,
 ) -> None:
     """Fill the outputs; arguments as in the op."""
     num_requests, num_nodes = tokens.shape
@@ -53,3 +56,6 @@ def reference(
     parents.scatter_(1, position, torch.where(parent < 0, -1, parent_position).int())
     tokens.scatter_(1, position, torch.cat((root_tokens[:, None], entry_tokens.gather(1, kept)), dim=1))
     node_scores.scatter_(1, position, torch.nn.functional.pad(scores.gather(1, kept), (1, 0)))
+    if slots is not None and future_tokens is not None and future_parents is not None:
+        future_tokens.index_copy_(0, slots, tokens)
+        future_parents.index_copy_(0, slots, parents)

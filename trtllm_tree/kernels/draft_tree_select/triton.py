@@ -104,6 +104,9 @@ def draft_tree_select_kernel(
     tokens_ptr,
     parents_ptr,
     node_scores_ptr,
+    slots_ptr,
+    future_tokens_ptr,
+    future_parents_ptr,
     entry_scores_stride_b,
     entry_tokens_stride_b,
     entry_parents_stride_b,
@@ -111,7 +114,10 @@ def draft_tree_select_kernel(
     tokens_stride_b,
     parents_stride_b,
     node_scores_stride_b,
+    future_tokens_stride_s,
+    future_parents_stride_s,
     num_entries,
+    PUBLISHES: tl.constexpr,
     NUM_NODES: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,17 +164,23 @@ def draft_tree_select_kernel(
 
     parent = tl.where(rank == 0, -1, tl.gather(position, tl.maximum(parent, 0), 0))
     score = tl.where(score == score, score, float("-inf"))
-    tl.store(tokens_ptr + position, tl.where(rank == 0, root_token, token), mask=is_node)
+    token = tl.where(rank == 0, root_token, token)
+    tl.store(tokens_ptr + position, token, mask=is_node)
     tl.store(parents_ptr + position, parent, mask=is_node)
     tl.store(node_scores_ptr + b * node_scores_stride_b + position, score, mask=is_node)
+    if PUBLISHES:
+        slot = tl.load(slots_ptr + b)
+        tl.store(future_tokens_ptr + slot * future_tokens_stride_s + position, token, mask=is_node)
+        tl.store(future_parents_ptr + slot * future_parents_stride_s + position, parent, mask=is_node)
 
 
-def _constexprs(num_nodes: int, num_entries: int) -> dict[str, object]:
+def _constexprs(num_nodes: int, num_entries: int, *, publishes: bool) -> dict[str, object]:
     # tl.sort needs two elements at least.
     block_e = max(2, triton.next_power_of_2(num_entries + 1))
     block_n = max(2, triton.next_power_of_2(num_nodes))
     key_bits = 31 + block_e.bit_length()
     return {
+        "PUBLISHES": publishes,
         "NUM_NODES": num_nodes,
         "BLOCK_E": block_e,
         "BLOCK_N": block_n,
@@ -189,6 +201,9 @@ def launch(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     node_scores: torch.Tensor,
+    slots: torch.Tensor | None,
+    future_tokens: torch.Tensor | None,
+    future_parents: torch.Tensor | None,
 ) -> None:
     """Launch the kernel; arguments as in the op."""
     num_requests, num_nodes = tokens.shape
@@ -198,9 +213,13 @@ def launch(
     tensors = (entry_scores, entry_tokens, entry_parents, root_tokens, tokens, parents, node_scores)
     draft_tree_select_kernel[(num_requests,)](
         *tensors,
+        slots,
+        future_tokens,
+        future_parents,
         *(tensor.stride(0) for tensor in tensors),
+        *(0 if tensor is None else tensor.stride(0) for tensor in (future_tokens, future_parents)),
         num_entries,
-        **_constexprs(num_nodes, num_entries),
+        **_constexprs(num_nodes, num_entries, publishes=slots is not None),
         num_warps=_NUM_WARPS,
     )
 
@@ -210,12 +229,18 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
     signature = dict.fromkeys((name for name in draft_tree_select_kernel.arg_names if name.islower()), "i32")
     signature |= {name: "*i32:16" for name in signature if name.endswith("_ptr")}
     signature |= dict.fromkeys(("entry_scores_ptr", "node_scores_ptr"), "*fp32:16")
+    signature["slots_ptr"] = "*i64:16"
     return [
         (
             draft_tree_select_kernel,
             signature,
-            _constexprs(num_nodes, num_entries),
+            _constexprs(num_nodes, num_entries, publishes=publishes),
             {"num_warps": _NUM_WARPS},
         )
-        for num_nodes, num_entries in ((16, 52), (64, 69), (64, 600), (256, 2320))
+        for num_nodes, num_entries, publishes in (
+            (16, 52, True),
+            (64, 69, False),
+            (64, 600, True),
+            (256, 2320, True),
+        )
     ]
