@@ -83,10 +83,8 @@ MLA = OpBench(
     "tree_window_attention_mla",
     ("tests/kernels/test_tree_window_mla.py",),
     tuple(
-        _case(batch, nodes, heads, causal)
-        for heads in (128, 16)
-        for batch in (32, 8, 1)
-        for nodes in (32, 16, 64)
+        _case(*size, causal)
+        for size in ((32, 32, 128), (1, 32, 128), (32, 64, 128), (1, 64, 128), (32, 32, 16))
         for causal in (0, 1)
     ),
     _cost,
