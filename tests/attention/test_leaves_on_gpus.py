@@ -1,4 +1,4 @@
-"""Leaves that rest on other packages, through their real kernels: `sm100` on Blackwell, `gpu` on any GPU they run on."""
+"""Leaves that rest on other packages, through their real kernels: `sm100` on Blackwell, `gpu` on any that fits."""
 
 from __future__ import annotations
 

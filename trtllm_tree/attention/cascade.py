@@ -40,11 +40,15 @@ class TreeCascade:
     def __init__(self, leaf: AttentionLeaf) -> None:
         self.leaf = leaf
 
+    def plan(self, page_table: torch.Tensor, rows: TreeCascadeRows, scale: float) -> None:
+        """Prepare all layers of one forward; needed, once and outside graphs, by leaves that are not graph-safe."""
+        self.leaf.plan(page_table, rows.prefix_lens, num_rows=rows.mask.shape[1], scale=scale)
+
     def attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         page_table: torch.Tensor,
         rows: TreeCascadeRows,
         scale: float,
@@ -52,7 +56,8 @@ class TreeCascade:
         """Attend q [B, R, Hq, D] over prefix and masked window; returns [B, R, Hq, D].
 
         The window's K/V must be in the cache. `k_cache`, `v_cache` are [num_pages, Hkv, page_size, D] and
-        `page_table` int32 [B, max_pages].
+        `page_table` int32 [B, max_pages]. `v_cache=None` means MLA: `k_cache` holds latent rows, `q` is the
+        absorbed query, and the result [B, R, Hq, Dv] has the value channels that the leaf knows of.
         """
         if self.leaf.one_pass:
             return self.leaf.tree_decode(
