@@ -13,7 +13,7 @@ _FP8_MAX = 448.0
 def reference(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     page_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     mask: torch.Tensor,
@@ -37,7 +37,11 @@ def reference(
         seen = visible.any(dim=0)[:, None, None]
         page, offset = _slots(page_table[b], position, k_cache.shape[2])
         keys = k_cache[page, :, offset].float().masked_fill(~seen, 0.0)  # [P + W, Hkv, D]
-        values = v_cache[page, :, offset].float().masked_fill(~seen, 0.0)
+        if v_cache is None:
+            # A latent row's leading channels are its value.
+            values = keys[..., : out.shape[3]]
+        else:
+            values = v_cache[page, :, offset].float().masked_fill(~seen, 0.0)
 
         grouped = query[b].reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("rhgd,chd->rhgc", grouped, keys) * scale
@@ -45,7 +49,7 @@ def reference(
         weights = torch.softmax(scores, dim=-1)
         # A row that sees nothing has only -inf scores.
         weights = torch.where(visible.any(dim=1)[:, None, None, None], weights, 0.0)
-        out[b].copy_(torch.einsum("rhgc,chd->rhgd", weights, values).reshape(num_rows, num_heads, head_dim))
+        out[b].copy_(torch.einsum("rhgc,chd->rhgd", weights, values).reshape(out.shape[1:]))
 
 
 def _rounded(q: torch.Tensor, fp8_query: bool) -> torch.Tensor:

@@ -67,7 +67,8 @@ def _span(num_ctas: int, num_slots: int) -> float:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -87,7 +88,7 @@ def plan(q: torch.Tensor, k_cache: torch.Tensor) -> tuple[Tile, int]:
     folded = num_rows * num_heads // num_kv_heads
     tile = choose_tile(folded, head_dim, k_cache.element_size())
     num_programs = batch * num_kv_heads * -(-folded // tile.block_m)
-    return tile, choose_splits(num_programs, _processors(q.device) * tile.ctas_per_sm)
+    return tile, choose_splits(num_programs, processors(q.device) * tile.ctas_per_sm)
 
 
 def partials_shape(q: torch.Tensor, k_cache: torch.Tensor) -> tuple[int, int, int]:

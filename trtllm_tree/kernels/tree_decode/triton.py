@@ -89,14 +89,9 @@ def launch(
     specialise: bool | None = None,
 ) -> None:
     """Launch main and merge kernel; arguments as in the op, the last four override choices (tests, tuning)."""
-    batch, num_rows, num_heads, head_dim = q.shape
     chosen_tile, chosen_splits = plan(q, k_cache)
     tile, num_splits = tile or chosen_tile, num_splits or chosen_splits
-    num_outputs = batch * num_rows * num_heads
-    if num_splits > 1:
-        assert workspace.dtype == torch.float32 and workspace.is_contiguous(), "workspace must be float32"
-        needed = num_splits * num_outputs * (head_dim + ROW_EXTRA)
-        assert workspace.numel() >= needed, f"workspace has {workspace.numel()} elements, not {needed}"
+    check_workspace(workspace, out, num_splits)
     if use_tma is None:
         has_tma = INTERPRET or torch.cuda.get_device_capability(q.device) >= (9, 0)
         use_tma = has_tma and fits_tma(k_cache, tile.block_n) and fits_tma(v_cache, tile.block_n)
@@ -110,8 +105,24 @@ def launch(
         gluon.launch(*common, **options, num_splits=num_splits, fp8_query=fp8_query)
     else:
         _launch_main(*common, **options, tile=tile, num_splits=num_splits, tma=use_tma, fp8_query=fp8_query)
+    merge_splits(workspace, out, num_splits)
+
+
+def check_workspace(workspace: torch.Tensor, out: torch.Tensor, num_splits: int) -> None:
+    """Refuse a workspace that cannot hold the partials of `num_splits` splits."""
     if num_splits == 1:
         return
+    assert workspace.dtype == torch.float32 and workspace.is_contiguous(), "workspace must be float32"
+    needed = num_splits * out.shape[:3].numel() * (out.shape[3] + ROW_EXTRA)
+    assert workspace.numel() >= needed, f"workspace has {workspace.numel()} elements, not {needed}"
+
+
+def merge_splits(workspace: torch.Tensor, out: torch.Tensor, num_splits: int) -> None:
+    """Merge the partials in `workspace` into `out` [B, R, Hq, D]; with one split there are none."""
+    if num_splits == 1:
+        return
+    num_rows, num_heads, head_dim = out.shape[1:]
+    num_outputs = out.shape[:3].numel()
     merge = _merge_constexprs(head_dim, num_splits)
     tree_decode_merge_kernel[(triton.cdiv(num_outputs, merge["ROWS"]),)](
         workspace, out, num_outputs, num_rows, num_heads, num_splits, *out.stride()[:3], **merge, num_warps=1
