@@ -37,11 +37,12 @@ needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a
 # Benchmarks of several ops: of a round, without its models.
 ROUNDS = {"round_glue", "drafting_glue"}
 # Second forms of an op, whose folder another entry measures.
-FORMS = {"tree_window_attention_mla"}
+FORMS = {"tree_window_attention_mla", "tree_decode_mla"}
 # Every op at a size that its torch reference runs in no time.
 _HEADS = {"Hq": 4, "Hkv": 2, "D": 16, "page": 16}
 TINY = {
     "tree_window_attention": Case({"B": 2, "N": 5, "P": 37, "causal": 1, "hot": 0, **_HEADS}, "bfloat16"),
+    "tree_decode_mla": Case({"B": 2, "N": 5, "P": 37, "Hq": 4, "Dv": 16, "rope": 8, "page": 16}, "bfloat16"),
     "tree_window_attention_mla": Case(
         {"B": 2, "N": 5, "P": 37, "causal": 1, "Hq": 4, "Dv": 16, "rope": 8, "page": 16}, "bfloat16"
     ),

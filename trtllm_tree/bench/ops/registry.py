@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from trtllm_tree.bench.ops.attention import ATTENTION_OPS
 from trtllm_tree.bench.ops.entry import OpBench
-from trtllm_tree.bench.ops.mla import MLA
+from trtllm_tree.bench.ops.mla import MLA_OPS
 from trtllm_tree.bench.ops.round_glue import ROUND_OPS
 from trtllm_tree.bench.ops.row_ops import ROW_OPS
 from trtllm_tree.bench.ops.tree_ops import TREE_OPS
 from trtllm_tree.errors import ConfigError, Problem
 
 REGISTRY: dict[str, OpBench] = {
-    entry.op: entry for entry in (*ATTENTION_OPS, MLA, *ROW_OPS, *TREE_OPS, *ROUND_OPS)
+    entry.op: entry for entry in (*ATTENTION_OPS, *MLA_OPS, *ROW_OPS, *TREE_OPS, *ROUND_OPS)
 }
 NOT_MEASURED = {
     "prefix_attention": "has no kernel: it is the torch definition that prefills and CPU runs use",
