@@ -1,12 +1,13 @@
 # make demo   set up, and show a draft tree at work on a real model
 # make test   set up, lint, check types and import direction, run the tests
+# make docs   write the pages that are generated from the code
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Threads that spin while they wait slow each other down many times over on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint docs setup clean
 
 setup: $(READY)
 
@@ -25,6 +26,10 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: $(READY)
+	$(BIN)/python -m trtllm_tree.support.page > docs/support.md.new
+	mv docs/support.md.new docs/support.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache

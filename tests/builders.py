@@ -67,6 +67,119 @@ def tiny_llama_dir(
     return target_dir
 
 
+def tiny_deepseek_dir(
+    root: Path,
+    *,
+    name: str = "deepseek",
+    q_lora_rank: int | None = 24,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: object,
+) -> Path:
+    """Write a random DeepseekV3ForCausalLM (MLA; one dense layer, then three with experts) and return its folder.
+
+    `overrides` are options of DeepseekV3Config. Every parameter is random, also those that start as ones and zeros.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    options: dict[str, object] = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": q_lora_rank,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    config = DeepseekV3Config(**options | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV3ForCausalLM(config)
+        for key, parameter in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                torch.nn.init.normal_(parameter, mean=0.0 if key.endswith("bias") else 1.0, std=0.2)
+    target_dir = root / name
+    model.to(dtype=dtype).save_pretrained(target_dir)
+    write_byte_tokenizer(target_dir, config.vocab_size)
+    return target_dir
+
+
+def tiny_sliding_dir(root: Path, kind: str, *, seed: int = 0, **overrides: object) -> Path:
+    """Write a random model whose layers slide to `root / kind` and return its folder.
+
+    `gemma3` mixes sliding and full layers and bounds its logits, `gpt_oss` has sinks besides, in `mistral` every
+    layer slides without a list of layer types. Windows are shorter than most prompts. Every parameter is random.
+    """
+    import transformers
+
+    shared: dict[str, object] = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    mixed = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    if kind == "gemma3":
+        own = {
+            "layer_types": mixed,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 30.0,
+        }
+        config = transformers.Gemma3TextConfig(**shared | own | overrides)
+        build: type = transformers.Gemma3ForCausalLM
+    elif kind == "gpt_oss":
+        own = {"layer_types": mixed, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}
+        # Its YaRN scaling is for this many positions.
+        own["max_position_embeddings"] = 131_072
+        config = transformers.GptOssConfig(**shared | own | overrides)
+        build = transformers.GptOssForCausalLM
+    else:
+        assert kind == "mistral", kind
+        config = transformers.MistralConfig(**shared | {"sliding_window": 10} | overrides)
+        build = transformers.MistralForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build(config)
+        for key, parameter in model.named_parameters():
+            # Gemma's norms multiply by 1 + weight.
+            if "norm" in key:
+                torch.nn.init.normal_(parameter, mean=0.0 if kind == "gemma3" else 1.0, std=0.2)
+            elif "embed_tokens" in key:
+                # Small, so that what comes next depends on more than the last token.
+                torch.nn.init.normal_(parameter, std=0.02)
+            elif key.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=1.0 if key.endswith("sinks") else 0.2)
+    target_dir = root / kind
+    model.save_pretrained(target_dir)
+    write_byte_tokenizer(target_dir, config.vocab_size)
+    return target_dir
+
+
 def write_byte_tokenizer(target_dir: Path, vocab_size: int) -> None:
     """Write a byte-level BPE tokenizer of `vocab_size` ids: specials, 256 bytes, then letter pairs."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -307,7 +307,8 @@ def test_options_of_a_file_that_this_host_cannot_honour_are_all_named(
 ) -> None:
     path = tmp_path / "tree.yaml"
     path.write_text(
-        f"model: {tiny_target}\ntensor_parallel_size: 2\nkv_cache_config: {{dtype: fp8}}\n", encoding="utf-8"
+        f"model: {tiny_target}\ntensor_parallel_size: 2\nkv_cache_config: {{dtype: nvfp4}}\n",
+        encoding="utf-8",
     )
     with pytest.raises(ConfigError) as caught:
         LLM.from_config(load_config(path))

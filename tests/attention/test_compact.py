@@ -148,3 +148,37 @@ def test_the_embedded_pool_offers_the_target_layers_and_never_the_draft_layer(de
     assert offered == target
     assert not offered & {draft_k.data_ptr(), draft_v.data_ptr()}
     assert len(groups) == sum(group.name != DRAFT_GROUP for group in cache.groups) == 1
+
+
+def test_a_latent_row_moves_once_and_its_value_moves_with_it(device):
+    """Moved a second time, as its own value, row 2 of the path 0, 2, 4, ... would end as row 4."""
+    torch.manual_seed(3)
+    cache = build_cache(
+        {"0": LayerSpec(1, 12, value_dim=8), "1": LayerSpec(1, 12, value_dim=8)},
+        LayerSpec(2, 8),
+        num_tokens=64,
+        page_size=4,
+        max_batch_size=BATCH,
+        max_extent=16,
+        dtype=torch.float32,
+        device=torch.device(device),
+    )
+    target, draft = cache.groups
+    for pool in (*target.pools.values(), *draft.pools.values()):
+        pool.copy_(torch.randn(pool.shape))
+    assert [region.shape for region in target.regions()] == [(17, 1, 4, 12)] * 2
+    slots = (4 + torch.randperm(64)[: BATCH * NUM_NODES]).view(1, BATCH, NUM_NODES).int().to(device)
+    untouched = {name: pool.clone() for group in cache.groups for name, pool in group.pools.items()}
+
+    path = torch.tensor(some_paths(), dtype=torch.int32, device=device)
+    KVCompactor(EmbeddedKVPool(cache)).compact_verify_window(path, slots, max_depth=NUM_NODES)
+    for name, pool in target.pools.items():
+        before, expected = untouched[name].view(-1, 12), untouched[name].view(-1, 12).clone()
+        for request, nodes in enumerate(some_paths()):
+            for depth, node in enumerate(nodes):
+                if node >= 0:
+                    expected[slots[0, request, depth]] = before[slots[0, request, node]]
+        assert torch.equal(pool.view(-1, 12), expected) and not torch.equal(expected, before)
+        values = pool[..., :8]
+        assert torch.equal(values.reshape(-1, 8), expected[:, :8])
+    assert all(torch.equal(pool, untouched[name]) for name, pool in draft.pools.items())

@@ -102,7 +102,7 @@ REFUSALS = [
     ("trtllm_gen", {"value_dim": 64}, "serves no latent (MLA) cache"),
     ("trtllm_gen_mla", {"page_size": 16}, "page size 16: must be one of 32, 64"),
     ("trtllm_gen_mla", {"value_dim": 448}, "(448, 128): must be (512, 64) or (256, 64)"),
-    ("trtllm_gen_mla", {"num_heads": 96}, "96 query heads: must be at most 64, or 128"),
+    ("trtllm_gen_mla", {"num_heads": 96}, "96 query heads: at most 64, or 128"),
     ("trtllm_gen_mla", {"num_heads": 192}, "192 query heads"),
     ("trtllm_gen_mla", {"dtype": FP16, "kv_dtype": FP16}, "dtype float16: must be bfloat16"),
     ("trtllm_gen_mla", {"value_dim": None}, "serves latent (MLA) caches only"),
@@ -116,12 +116,12 @@ REFUSALS = [
     ("triton", {"kv_dtype": FP16}, "KV cache dtype float16 under bfloat16"),
     ("triton", {"dtype": torch.float64, "kv_dtype": torch.float64}, "dtype float64"),
     ("triton", {"num_heads": 12}, "12 query heads are no multiple of 8"),
-    ("triton", {"value_dim": 64}, "serves no latent (MLA) cache"),
+    ("triton", {"value_dim": 576}, "kv_lora_rank 576: at most 512"),
     ("flashinfer_fa2", {"head_dim": 96}, "head_dim 96: must be one of 64, 128, 256"),
     ("flashinfer_fa2", {"dtype": FP32, "kv_dtype": FP32}, "dtype float32"),
     ("flashinfer_fa2", {"kv_dtype": E5M2}, "float8_e5m2"),
     ("flashinfer_fa2", {"value_dim": 64}, "serves no latent (MLA) cache"),
-    ("reference", {"dtype": FP32, "kv_dtype": FP8}, "KV cache dtype float8_e4m3fn under float32"),
+    ("reference", {"dtype": FP32, "kv_dtype": E5M2}, "KV cache dtype float8_e5m2 under float32"),
     ("reference", {"num_heads": 9}, "9 query heads are no multiple of 8"),
 ]
 

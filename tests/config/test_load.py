@@ -50,7 +50,8 @@ def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
         "max_batch_size": 3,
         "max_num_tokens": 77,
         "max_seq_len": 500,
-        "kv_cache_config": {"tokens_per_block": 64, "max_tokens": 4096, "dtype": "fp8"},
+        "kv_cache_config": {"tokens_per_block": 64, "max_tokens": 4096, "dtype": "fp8"}
+        | {"copy_on_partial_reuse": False},
         "speculative_config": TREE | {"load_format": "dummy"},
         "env_overrides": {"TLLM_TREE_ENABLE": "1", "LEVEL": 2},
         "attn_backend": "TRTLLM",
@@ -66,6 +67,7 @@ def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
         max_num_tokens=77,
         max_seq_len=500,
         tokens_per_block=64,
+        kv_cache_dtype="fp8",
         kv_cache_tokens=4096,
     )
     assert config.speculative == SpeculativeConfig(
@@ -76,7 +78,7 @@ def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
         "attn_backend": "TRTLLM",
         "cuda_graph_config": {"enable_padding": True},
         "tensor_parallel_size": 2,
-        "kv_cache_config": {"dtype": "fp8"},
+        "kv_cache_config": {"copy_on_partial_reuse": False},
     }
 
 
@@ -180,6 +182,9 @@ def test_beside_its_problems_a_file_is_read_as_far_as_it_goes(tmp_path: Path) ->
         ({"max_num_tokens": 1.5}, "max_num_tokens = 1.5: must be a positive integer"),
         ({"max_seq_len": "9"}, "max_seq_len = '9': must be a positive integer"),
         ({"tokens_per_block": 8}, "a page holds 16, 32 or 64 rows"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "auto (the model's dtype) or fp8 (E4M3, unscaled)"),
+        ({"kv_cache_dtype": "int8"}, "auto (the model's dtype) or fp8 (E4M3, unscaled)"),
+        ({"kv_cache_dtype": None}, "auto (the model's dtype) or fp8 (E4M3, unscaled)"),
         ({"kv_cache_tokens": False}, "kv_cache_tokens = False: must be a positive integer"),
         ({"kv_cache_tokens": 63, "tokens_per_block": 64}, "at least one page of 64 rows"),
     ],
@@ -257,7 +262,6 @@ def refused(config: RunConfig, host: Any) -> list[str]:
         ("trust_remote_code", True, False),
         ("kv_cache_config.enable_block_reuse", True, False),
         ("kv_cache_config.free_gpu_memory_fraction", 0.5, 0.9),
-        ("kv_cache_config.dtype", "fp8", "auto"),
         ("speculative_config.use_rejection_sampling", True, False),
         ("speculative_config.eagle_choices", [[0]], None),
         ("speculative_config.eagle3_one_model", False, True),
@@ -318,12 +322,12 @@ def test_on_tensorrt_llm_a_tree_refuses_what_a_chain_allows() -> None:
         "enable_attention_dp": True,
         "max_beam_width": 4,
         "attn_backend": "FLASHINFER",
-        "kv_cache_config": {"dtype": "nvfp4", "enable_block_reuse": True, "free_gpu_memory_fraction": 0.5},
+        "kv_cache_config": {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.5},
         "tensor_parallel_size": 8,
     }
     options = {"sa_config": {}, "eagle3_one_model": False, "load_format": "dummy"}
     tree = SpeculativeConfig(speculative_model="head", host_options=options)
-    engine = EngineConfig(model="m")
+    engine = EngineConfig(model="m", kv_cache_dtype="nvfp4")
     assert sorted(refused(RunConfig(engine=engine, speculative=tree, extra=extra), "tensorrt_llm")) == [
         "attn_backend",
         "enable_attention_dp",
@@ -335,6 +339,24 @@ def test_on_tensorrt_llm_a_tree_refuses_what_a_chain_allows() -> None:
     ]
     chain = SpeculativeConfig(tree_topk=1, speculative_model="head", host_options=options)
     assert refused(RunConfig(engine=engine, speculative=chain, extra=extra), "tensorrt_llm") == []
+
+
+@pytest.mark.parametrize("value", ["auto", "fp8"])
+def test_an_fp8_cache_is_an_option_of_both_hosts(tmp_path: Path, value: str) -> None:
+    content = {"model": "m", "kv_cache_config": {"dtype": value}, "speculative_config": TREE}
+    config = load_config(write(tmp_path, content))
+    assert config.engine.kv_cache_dtype == value
+    assert refused(config, "embedded") == refused(config, "tensorrt_llm") == []
+
+
+def test_an_nvfp4_cache_is_refused_by_the_embedded_host_and_with_trees(tmp_path: Path) -> None:
+    section = {"kv_cache_config": {"dtype": "nvfp4"}, "speculative_config": TREE}
+    config = load_config(write(tmp_path, section))
+    for host in ("embedded", "tensorrt_llm"):
+        (problem,) = host_problems(config, host)
+        assert (problem.option, problem.value) == ("kv_cache_config.dtype", "nvfp4")
+        assert "auto (the model's dtype) or fp8 (E4M3, unscaled)" in problem.rule
+        assert problem.remedy == "Set kv_cache_config.dtype to fp8 or auto."
 
 
 def test_speculation_needs_a_head_unless_the_model_is_the_demo() -> None:

@@ -249,14 +249,17 @@ def test_other_requests_go_on_when_one_is_refused(runner: ModelRunner, expected:
 
 def test_layers_that_the_engine_cannot_run_are_refused(tiny_target: Path) -> None:
     config = load_model_config(tiny_target)
-    config.layer_types = ["full_attention", "sliding_attention"]
+    config.layer_types = ["full_attention", "sliding_attention", "chunked_attention", "full_attention"]
     config.sliding_window, config.kv_lora_rank = 128, 64
+    config.attn_logit_softcapping, config.logit_scale = 50.0, 0.0625
     with pytest.raises(UnsupportedError) as caught:
         target_layer_specs(config)
     assert [problem.option for problem in caught.value.problems] == [
         "model: layer_types",
-        "model: kv_lora_rank",
         "model: sliding_window",
+        "model: attn_logit_softcapping",
+        "model: logit_scale",
+        "model: model_type",
     ]
 
 

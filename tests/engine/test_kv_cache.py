@@ -178,3 +178,44 @@ def test_written_rows_land_in_their_slots_and_nowhere_else(name: str) -> None:
         torch.testing.assert_close(v_cache[page, :, offset], v[row], rtol=0, atol=0)
     changed = sum(int((pool != -1).sum()) for group in cache.groups for pool in group.pools.values())
     assert changed == 2 * k.numel()
+
+
+def test_a_latent_layer_keeps_each_row_once() -> None:
+    """Key and value are one row, beside a layer of grouped heads in the same group."""
+    layers = {"grouped": LayerSpec(2, 4), "latent": LayerSpec(1, 6, value_dim=4)}
+    group = CacheGroup(
+        GroupSpec("target", layers),
+        num_pages=5,
+        page_size=16,
+        num_slots=2,
+        max_pages=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    cache = KVCache([group])
+    pool = group.pools["latent"]
+    assert pool.shape == (5, 1, 16, 6) and len(group.regions()) == 3
+    rows = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(1))
+    k_cache, v_cache = cache.write("latent", torch.tensor([3 * 16 + 7, 16], dtype=torch.int32), rows, None)
+    assert v_cache is None and k_cache.data_ptr() == pool.data_ptr()
+    assert torch.equal(pool[3, :, 7], rows[0]) and torch.equal(pool[1, :, 0], rows[1])
+    assert int((pool != 0).sum()) == rows.numel() and not group.pools["grouped"].any()
+
+
+def test_a_layer_is_written_with_the_parts_that_it_has() -> None:
+    layers = {"grouped": LayerSpec(1, 6), "latent": LayerSpec(1, 6, value_dim=4)}
+    group = CacheGroup(
+        GroupSpec("target", layers),
+        num_pages=2,
+        page_size=16,
+        num_slots=1,
+        max_pages=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    rows, slots = torch.ones(1, 1, 6), torch.tensor([16], dtype=torch.int32)
+    for name, value in (("grouped", None), ("latent", rows)):
+        with pytest.raises(AssertionError, match="latent"):
+            KVCache([group]).write(name, slots, rows, value)
+    with pytest.raises(AssertionError, match="one KV head"):
+        LayerSpec(2, 6, value_dim=4)

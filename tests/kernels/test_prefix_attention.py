@@ -65,3 +65,26 @@ def test_large_scores_do_not_overflow(device):
     out, lse2 = prefix_attention(q, cache, cache, table, lens, causal=False, max_kv_len=4, scale=1.0)
     assert torch.equal(out, torch.ones_like(out))
     assert lse2.item() == pytest.approx(16 * 1e4 / math.log(2) + 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("value_dim", [24, 17])
+def test_latent_rows_are_keys_and_by_their_leading_channels_values(device, causal, value_dim):
+    torch.manual_seed(value_dim)
+    kv_lens, num_rows, scale = [0, 3, 16, 29], 4, 0.3
+    table = torch.tensor([[4, 7], [2, 1], [3, 8], [6, 5]], dtype=torch.int32, device=device)
+    pool = torch.full((9, 1, 16, 24), math.nan)
+    for request, length in enumerate(kv_lens):
+        for position in range(length):
+            pool[table[request, position // 16], 0, position % 16] = torch.randn(24)
+    pool = pool.to(device)
+    q = torch.randn(4, num_rows, 5, 24).to(device)
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    options = {"causal": causal, "scale": scale}
+    out, lse2 = prefix_attention(q, pool, None, table, lens, max_kv_len=29, value_dim=value_dim, **options)
+    true_out, true_lse2 = oracle.prefix_partial(q, pool, pool, table, kv_lens, **options)
+    empty = true_lse2.isnan()
+    assert out.shape == (4, num_rows, 5, value_dim) and not out[empty].any() and lse2[empty].isneginf().all()
+    true_out = true_out[..., :value_dim]
+    torch.testing.assert_close(out[~empty].double(), true_out[~empty], atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse2[~empty].double(), true_lse2[~empty], atol=1e-5, rtol=1e-5)

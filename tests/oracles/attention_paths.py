@@ -104,3 +104,34 @@ def window_attention(
                 chosen = list(range(prefix)) + [prefix + j for j in sorted(set(visible[b][r]))]
                 out[b, r, head], _ = attend(q[b, r, head], keys[chosen], values[chosen], scale)
     return out
+
+
+def chosen_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_tables: list[list[list[int]]],
+    chosen: list[list[list[tuple[int, int]]]],
+    *,
+    scale: float,
+    sinks: list[float] | None = None,
+) -> torch.Tensor:
+    """float64 [B, R, Hq, D]: row r of request b attends the keys chosen[b][r], each (table, slot), and its head's sink.
+
+    Slot s of page_tables[b][t] is row s % page_size of page s // page_size. A sink is one more key of that score, of
+    value 0.
+    """
+    group, page_size = q.shape[2] // k_cache.shape[1], k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for b, rows in enumerate(chosen):
+        for r, keys in enumerate(rows):
+            pages = [page_tables[b][table][slot // page_size] for table, slot in keys]
+            offsets = [slot % page_size for _, slot in keys]
+            for head in range(q.shape[2]):
+                k = k_cache[pages, head // group, offsets].double()
+                v = v_cache[pages, head // group, offsets].double()
+                exps = torch.exp((k @ q[b, r, head].double()) * scale)
+                total = exps.sum() + (math.exp(sinks[head]) if sinks is not None else 0.0)
+                if total > 0:
+                    out[b, r, head] = (exps @ v) / total
+    return out

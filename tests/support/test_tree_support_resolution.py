@@ -10,7 +10,7 @@ import pytest
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
 from trtllm_tree.errors import UnsupportedError
 from trtllm_tree.support.report import Refused, Supported, TreeSupport
-from trtllm_tree.support.resolve import resolve_tree_support, tree_blockers
+from trtllm_tree.support.resolve import resolve_tree_support, tree_answers, tree_blockers
 
 
 @dataclass
@@ -116,3 +116,90 @@ def test_a_backend_without_an_answer_is_no_silent_yes():
 
     with pytest.raises(AttributeError, match="tree_support"):
         resolve_tree_support(Legacy(), FakeBackend("draft"))
+
+
+def test_a_nested_composites_own_refusal_stands_beside_those_of_its_children():
+    deep = FakeBackend("deep", verify="no lse")
+    inner = FakeBackend("inner", verify="routes by length", children=[FakeBackend("fine"), deep])
+    outer = FakeBackend("outer", children=[inner, FakeBackend("gdn", verify="follows a chain")])
+    assert [rule for _, _, rule in blockers(outer, FakeBackend("draft"))] == [
+        "routes by length",
+        "no lse",
+        "follows a chain",
+    ]
+
+
+def test_target_and_draft_trees_that_differ_answer_for_their_own_part():
+    # The same words under the other part must not count.
+    target = FakeBackend("target", children=[FakeBackend("mla", verify="no verify", lanes="no lanes")])
+    draft = FakeBackend("draft", children=[FakeBackend("gqa", verify="no verify", lanes="no lanes")])
+    assert blockers(target, draft) == [
+        ("verify attention backend", "mla", "no verify"),
+        ("lanes attention backend", "gqa", "no lanes"),
+    ]
+
+
+def test_a_backend_that_is_shared_is_asked_once_and_named_once_a_part():
+    leaf = FakeBackend("leaf", verify="no verify", lanes="no lanes")
+    target = FakeBackend(
+        "target", children=[FakeBackend("a", children=[leaf]), FakeBackend("b", children=[leaf])]
+    )
+    assert blockers(target, leaf) == [
+        ("verify attention backend", "leaf", "no verify"),
+        ("lanes attention backend", "leaf", "no lanes"),
+    ]
+    assert leaf.asked == 1
+
+
+def test_composites_that_route_to_each_other_end():
+    first, second = FakeBackend("first"), FakeBackend("second", verify="no lse")
+    first.children, second.children = [second], [first]
+    assert blockers(first, FakeBackend("draft")) == [("verify attention backend", "second", "no lse")]
+
+
+def test_backends_that_a_composite_makes_when_asked_do_not_hide_each_other():
+    @dataclass
+    class Making(FakeBackend):
+        """Its children exist only while somebody holds them, so their ids could come again."""
+
+        def child_backends(self) -> Sequence[FakeBackend]:
+            return [FakeBackend(f"{self.name}{index}", verify=f"reason {index}") for index in range(20)]
+
+    names = [name for _, name, _ in blockers(Making("made"), FakeBackend("draft"))]
+    assert names == [f"made{index}" for index in range(20)]
+
+
+def test_the_answers_cover_every_backend_and_its_part():
+    target = FakeBackend("outer", children=[FakeBackend("leaf", verify="no lse")])
+    found = [
+        (answer.part, answer.backend, answer.answer) for answer in tree_answers(target, FakeBackend("draft"))
+    ]
+    assert found == [
+        ("verify", "outer", Supported()),
+        ("verify", "leaf", Refused("no lse")),
+        ("lanes", "draft", Supported()),
+    ]
+
+
+def test_the_embedded_host_resolves_before_it_loads_anything(monkeypatch, tmp_path):
+    from tests.builders import tiny_eagle3_dir, tiny_llama_dir
+    from trtllm_tree.config.engine import EngineConfig
+    from trtllm_tree.config.speculative import SpeculativeConfig
+    from trtllm_tree.hosts.embedded import host
+
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("something was loaded before support was resolved")
+
+    refused = TreeSupport(verify=Refused("no verify"), lanes=Refused("no lanes"))
+    monkeypatch.setattr(ReferenceLeaf, "tree_support", lambda self: refused)
+    for name in ("ModelRunner", "load_eagle3_head", "build_cache"):
+        monkeypatch.setattr(host, name, loads)
+    target_dir = tiny_llama_dir(tmp_path)
+    with pytest.raises(UnsupportedError) as caught:
+        host.build_host(
+            EngineConfig(model="tiny", device="cpu"),
+            SpeculativeConfig(tree_topk=2, num_steps=2, speculative_model="head"),
+            target_dir=target_dir,
+            head_dir=tiny_eagle3_dir(tmp_path, target_dir),
+        )
+    assert [problem.rule for problem in caught.value.problems] == ["no verify", "no lanes"]

@@ -24,6 +24,8 @@ class LeafShape:
         kv_dtype: of the cache.
         value_dim: Dv, leading channels of a latent row that are its value (MLA); None where keys and values
             are separate (GQA).
+        sliding_window: whether any layer slides.
+        sinks: whether any layer has attention sinks.
         max_batch: largest B.
         max_rows: largest R.
     """
@@ -35,6 +37,8 @@ class LeafShape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     value_dim: int | None = None
+    sliding_window: bool = False
+    sinks: bool = False
     max_batch: int = 64
     max_rows: int = 64
 
@@ -47,12 +51,15 @@ class AttentionLeaf(ABC):
     `causal_prefix` says which prefix partial its `prefix_decode` gives: True when row r covers keys
     [0, P - R + 1 + r), False when every row covers [0, P). Neither ever depends on a size.
     `graph_safe` is False for a leaf whose `plan` reads lengths on the host.
+    `supports_sliding_window` and `supports_sinks` answer for what single layers may ask of it.
     """
 
     name: str
     one_pass: bool = False
     causal_prefix: bool = False
     graph_safe: bool = True
+    supports_sliding_window: bool = False
+    supports_sinks: bool = False
 
     def plan(  # noqa: B027
         self, page_table: torch.Tensor, prefix_lens: torch.Tensor, *, num_rows: int, scale: float
@@ -85,6 +92,24 @@ class AttentionLeaf(ABC):
             hold anything.
         """
         raise NotImplementedError(f"{self.name} gives no prefix partial")
+
+    def sliding_prefix_decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        first_keys: torch.Tensor,
+        *,
+        max_prefix_len: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`prefix_decode` of a layer that slides: row r covers [first_keys[r], P), whatever `causal_prefix` says.
+
+        `first_keys` is int32 [B, R]. Leaves with `supports_sliding_window` have it.
+        """
+        raise NotImplementedError(f"{self.name} has no sliding window")
 
     def tree_decode(
         self,

@@ -1,7 +1,7 @@
-"""`trtllm-tree check`: is this config right, and would it start? Loads no weights and no torch.
+"""`trtllm-tree check`: is this config right, would it start, and with which tree support? Loads no weights, no torch.
 
-Composes the checks of every layer below (the file, the host, the model directory, the draft head) and reports
-all problems together.
+Composes the checks of every layer below (the file, the host, the model directory, the draft head, the attention
+backends) and reports all problems together.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trtllm_tree.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from trtllm_tree.config import Host, RunConfig
+    from trtllm_tree.support.plan import PlannedRun
 
 _DEMO = "demo"
 # owner/name, which TensorRT-LLM downloads.
@@ -29,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "check",
         help="validate a config file and say what it resolves to",
-        description="Validate a config file, its model and its draft head. Exit code 1 if anything is wrong.",
+        description="Validate a config file, its model and its draft head, and say what draft trees are supported "
+        "with them. Exit code 1 if anything is wrong.",
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file with TensorRT-LLM's keys")
@@ -54,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: with every problem; with `--json` they are in the output and the exit code is 1.
     """
+    from trtllm_tree.cli.tree_table import tree_report
     from trtllm_tree.config import host_problems, read_config
+    from trtllm_tree.support.plan import run_problems
 
     overrides: dict[str, object] = {}
     if args.model is not None:
@@ -63,16 +67,20 @@ def run(args: argparse.Namespace) -> int:
         overrides["speculative_config"] = {"speculative_model": args.speculative_model}
     host: Host = args.host or _installed_host()
     config, file_problems = read_config(args.config, overrides=overrides)
+    planned = _planned_run(config, host)
     problems = file_problems + host_problems(config, host) + model_problems(config, host)
+    problems += run_problems(planned)
     # What was read beside errors is not what would run.
     resolved = {} if file_problems else _resolved(config, host)
+    tree = tree_report(planned, problems) if resolved and planned.is_tree else None
     if args.json:
         report = {"ok": not problems, "host": host, "resolved": resolved}
+        report["tree_support"] = tree
         report["problems"] = [asdict(problem) for problem in problems]
         print(json.dumps(report, indent=2, default=str))
         return 1 if problems else 0
     if resolved:
-        _print_table({"config": args.config, "host": host} | resolved, len(problems))
+        _print_tables({"config": args.config, "host": host} | resolved, tree, len(problems))
     if problems:
         raise ConfigError(problems)
     return 0
@@ -98,17 +106,58 @@ def model_problems(config: RunConfig, host: Host) -> list[Problem]:
             Problem("model", model, rule, 'Give the directory of a Hugging Face checkpoint, or "demo".')
         )
         target = None
-    return problems + _head_problems(head, target, host)
+    problems += _head_problems(head, target, host)
+    return problems + _kv_scale_problems(config, host, target)
+
+
+def _kv_scale_problems(config: RunConfig, host: Host, target: Path | None) -> list[Problem]:
+    """Scales that an FP8 cache would not honour. TensorRT-LLM's own attention does; tree attention knows none."""
+    from trtllm_tree.support.kv_scales import kv_scale_problems
+
+    spec = config.speculative
+    is_ours = host == "embedded" or (spec is not None and spec.is_tree)
+    if config.engine.kv_cache_dtype != "fp8" or not is_ours:
+        return []
+    head = _local_dir(spec.speculative_model, host) if spec else None
+    folders = (("model", target), ("speculative_model", head))
+    return [p for option, folder in folders if folder for p in kv_scale_problems(folder, option)]
+
+
+def _planned_run(config: RunConfig, host: Host) -> PlannedRun:
+    """The run as far as config files of both models and the machine's first GPU tell."""
+    from trtllm_tree.demo.target import converted_target_dir
+    from trtllm_tree.support.gpus import gpu_capabilities
+    from trtllm_tree.support.model_facts import read_model_facts
+    from trtllm_tree.support.plan import PlannedRun
+
+    target = _local_dir(config.engine.model, host)
+    if config.engine.model == _DEMO:
+        target = converted_target_dir()
+    head = _head_dir(config.speculative.speculative_model, host) if config.speculative else None
+    gpus = None if config.engine.device == "cpu" else gpu_capabilities()
+    return PlannedRun(
+        config=config,
+        host=host,
+        target=read_model_facts(target) if target is not None else None,
+        draft=read_model_facts(head) if head is not None else None,
+        capability=gpus[0] if gpus else None,
+    )
 
 
 def _head_problems(head: str | None, target: Path | None, host: Host) -> list[Problem]:
-    from trtllm_tree.demo import resolve_head
     from trtllm_tree.support.head import head_problems, head_problems_for
 
-    head_dir = resolve_head(_DEMO) if head == _DEMO else _local_dir(head, host)
+    head_dir = _head_dir(head, host)
     if head_dir is None:
         return []
     return head_problems_for(head_dir, None) if target is None else head_problems(head_dir, target)
+
+
+def _head_dir(name: str | None, host: Host) -> Path | None:
+    """As `_local_dir`, but the demo's head comes with the package."""
+    from trtllm_tree.demo import resolve_head
+
+    return resolve_head(_DEMO) if name == _DEMO else _local_dir(name, host)
 
 
 def _local_dir(name: str | None, host: Host) -> Path | None:
@@ -129,6 +178,7 @@ def _resolved(config: RunConfig, host: Host) -> dict[str, Any]:
     """What the config comes to; None is decided later. The limits of TensorRT-LLM are its own business."""
     engine, spec = config.engine, config.speculative
     found: dict[str, Any] = {"model": engine.model or None, "dtype": engine.dtype}
+    found["kv_cache_dtype"] = engine.kv_cache_dtype
     if host == "embedded":
         names = ("max_batch_size", "max_num_tokens", "max_seq_len", "tokens_per_block", "kv_cache_tokens")
         found |= {name: getattr(engine, name) for name in names}
@@ -140,9 +190,11 @@ def _resolved(config: RunConfig, host: Host) -> dict[str, Any]:
     return found | {"kept_for_tensorrt_llm": sorted(kept), "env_overrides": config.env_overrides}
 
 
-def _print_table(found: dict[str, Any], num_problems: int) -> None:
+def _print_tables(found: dict[str, Any], tree: dict[str, Any] | None, num_problems: int) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from trtllm_tree.cli.tree_table import print_tree_tables
 
     symbols = {"tree_topk": " (K)", "num_steps": " (S)", "num_nodes": " (N)"}
     table = Table(show_header=False)
@@ -155,4 +207,7 @@ def _print_table(found: dict[str, Any], num_problems: int) -> None:
         table.add_row(name + symbols.get(name, ""), "-" if value in (None, []) else text)
     table.add_section()
     table.add_row("result", f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "OK")
-    Console(markup=False, highlight=False).print(table)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    if tree is not None:
+        print_tree_tables(tree, console)

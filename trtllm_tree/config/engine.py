@@ -18,6 +18,10 @@ from trtllm_tree.errors import ConfigError, Problem
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 PAGE_SIZES = (16, 32, 64)
+KV_CACHE_DTYPES = ("auto", "fp8")
+# Legal on TensorRT-LLM without a draft tree; kv_cache_dtype_problems refuses it elsewhere.
+TRTLLM_KV_CACHE_DTYPE = "nvfp4"
+KV_CACHE_DTYPE_RULE = "K/V are kept as auto (the model's dtype) or fp8 (E4M3, unscaled)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,7 @@ class EngineConfig:
         max_num_tokens: rows of one prefill forward; a longer prompt is prefilled in chunks.
         max_seq_len: tokens of a request, prompt included; None takes the model's limit.
         tokens_per_block: KV rows of a page: 16, 32 or 64.
+        kv_cache_dtype: auto (the model's dtype) or fp8 (E4M3, unscaled, saturating), for target and draft.
         kv_cache_tokens: KV rows in the pool; None has room for max_batch_size requests of 2048 tokens, and for
             one of full length.
         cuda_graphs: replay decode steps as CUDA graphs on a GPU.
@@ -47,6 +52,7 @@ class EngineConfig:
     max_num_tokens: int = 1024
     max_seq_len: int | None = None
     tokens_per_block: int = 32
+    kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     cuda_graphs: bool = True
 
@@ -95,6 +101,12 @@ def _engine_problems(values: Mapping[str, object], spelled: Mapping[str, str]) -
             if value not in known:
                 near = get_close_matches(str(value), known, n=1) or ["auto"]
                 report(name, f"must be one of {', '.join(known)}", f"Set {label} to {near[0]}.")
+        elif name == "kv_cache_dtype" and value not in (*KV_CACHE_DTYPES, TRTLLM_KV_CACHE_DTYPE):
+            near = get_close_matches(str(value), KV_CACHE_DTYPES, n=1) or ["auto"]
+            rule = (
+                f"{KV_CACHE_DTYPE_RULE}; TensorRT-LLM without a draft tree also takes {TRTLLM_KV_CACHE_DTYPE}"
+            )
+            report(name, rule, f"Set {label} to {near[0]}.")
         elif name == "cuda_graphs" and not isinstance(value, bool):
             report(name, "must be true or false", f"Set {label} to {defaults[name]}.")
         elif name == "tokens_per_block" and (not is_int(value) or value not in PAGE_SIZES):
@@ -110,6 +122,13 @@ def _engine_problems(values: Mapping[str, object], spelled: Mapping[str, str]) -
             "kv_cache_tokens", f"the pool holds at least one page of {page} rows", f"Set {label} to {page}."
         )
     return problems
+
+
+def kv_cache_dtype_problems(value: str, option: str) -> list[Problem]:
+    """Why the embedded host, and any host with a draft tree, cannot keep K/V in this dtype; `option` is its name."""
+    if value in KV_CACHE_DTYPES:
+        return []
+    return [Problem(option, value, KV_CACHE_DTYPE_RULE, f"Set {option} to fp8 or auto.")]
 
 
 def _is_positive(value: object) -> TypeGuard[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from trtllm_tree.config.engine import kv_cache_dtype_problems
 from trtllm_tree.config.keys import ANY, KV_CACHE_OPTIONS, LLM_OPTIONS, SPECULATIVE_OPTIONS
 from trtllm_tree.config.load import RunConfig
 from trtllm_tree.config.speculative import TRTLLM_MAX_NODES, SpeculativeConfig
@@ -17,15 +18,16 @@ from trtllm_tree.errors import Problem
 Host = Literal["embedded", "tensorrt_llm"]
 HOSTS: tuple[str, ...] = get_args(Host)
 
+STATIC_TREE_RULE = "static trees are not drafted here"
+EMBEDDED_RULE = "the embedded host does not honour it"
 _EMBEDDED_REMEDIES = {
     "kv_cache_config.free_gpu_memory_fraction": "Size the pool with kv_cache_config.max_tokens instead.",
     "kv_cache_config.enable_block_reuse": "Set enable_block_reuse to false.",
-    "kv_cache_config.dtype": "Set dtype to auto: the cache has the model's dtype.",
     "max_input_len": "Limit requests with max_seq_len instead.",
 }
 
-# What a draft tree does not go with on TensorRT-LLM, on its side or on ours.
-_TREE_REFUSALS = {
+# What a draft tree does not go with on TensorRT-LLM, on its side or on ours; support/scope.py shows it.
+TREE_REFUSALS = {
     "cache_transceiver_config": "there is no prefill/decode disaggregation with draft trees",
     "context_parallel_size": "there is no context parallelism with draft trees",
     "cp_config": "there is no context parallelism with draft trees",
@@ -43,6 +45,7 @@ _TREE_REFUSALS = {
     "speculative_config.draft_len_schedule": "a tree has one size at all batch sizes",
     "speculative_config.eagle3_one_model": "draft trees need the one-model flow",
     "speculative_config.sa_config": "a tree has one drafter",
+    "speculative_config.use_rejection_sampling": "trees are not verified by rejection sampling yet",
 }
 
 
@@ -53,23 +56,18 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     problems = _head_missing(config)
     if host == "embedded":
         problems += [_embedded_refusal(option, *pair) for option, pair in options.items()]
-        return problems
+        return problems + kv_cache_dtype_problems(config.engine.kv_cache_dtype, "kv_cache_config.dtype")
     if "speculative_config.eagle_choices" in options:
         value, _ = options["speculative_config.eagle_choices"]
-        rule = "static trees are not drafted here"
-        problems.append(
-            Problem("speculative_config.eagle_choices", value, rule, "Set use_dynamic_tree to true.")
-        )
+        remedy = "Set use_dynamic_tree to true."
+        problems.append(Problem("speculative_config.eagle_choices", value, STATIC_TREE_RULE, remedy))
     if config.speculative is not None and config.speculative.is_tree:
         problems += _trtllm_size_problems(config.speculative)
-        for option, rule in _TREE_REFUSALS.items():
+        for option, rule in TREE_REFUSALS.items():
             if option in options:
                 value, neutral = options[option]
                 problems.append(Problem(option, value, rule, f"{_remove(option, neutral)}."))
-        dtype = options.get("kv_cache_config.dtype", ("auto", "auto"))[0]
-        if str(dtype).lower() == "nvfp4":
-            rule, remedy = "tree attention reads 16-bit and FP8 caches", "Set dtype to fp8 or auto."
-            problems.append(Problem("kv_cache_config.dtype", dtype, rule, remedy))
+        problems += kv_cache_dtype_problems(config.engine.kv_cache_dtype, "kv_cache_config.dtype")
     return problems
 
 
@@ -90,7 +88,7 @@ def _set_options(config: RunConfig) -> list[tuple[str, tuple[object, object]]]:
 
 def _embedded_refusal(option: str, value: object, neutral: object) -> Problem:
     remedy = _EMBEDDED_REMEDIES.get(option) or f"{_remove(option, neutral)}, or run on TensorRT-LLM."
-    return Problem(option, value, "the embedded host does not honour it", remedy)
+    return Problem(option, value, EMBEDDED_RULE, remedy)
 
 
 def _remove(option: str, neutral: object) -> str:

@@ -55,6 +55,7 @@ ENGINE_FIELDS = {
     "max_num_tokens": "max_num_tokens",
     "max_seq_len": "max_seq_len",
     "kv_cache_config.tokens_per_block": "tokens_per_block",
+    "kv_cache_config.dtype": "kv_cache_dtype",
     "kv_cache_config.max_tokens": "kv_cache_tokens",
 }
 
@@ -69,7 +70,6 @@ KV_CACHE_OPTIONS: dict[str, object] = {
     "disk_cache_path": None,
     "disk_cache_size": None,
     "disk_prefetch_num_reqs": 0,
-    "dtype": "auto",
     "enable_block_reuse": False,
     "enable_kv_pool_rebalance": False,
     "enable_partial_reuse": ANY,

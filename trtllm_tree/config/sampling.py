@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.errors import Problem
 
+GREEDY_RULE = "only greedy decoding is served so far"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -62,8 +64,7 @@ class SamplingParams:
             if not _is_number(self.temperature) or self.temperature < 0:
                 problems.append(_wrong("temperature", self.temperature, "must be a number >= 0", 0))
             elif self.temperature > 0:
-                rule = "only greedy decoding is served so far"
-                problems.append(_wrong("temperature", self.temperature, rule, 0))
+                problems.append(_wrong("temperature", self.temperature, GREEDY_RULE, 0))
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             problems.append(_wrong("top_p", self.top_p, "must be a number with 0 < top_p <= 1", 1.0))
         if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 0):

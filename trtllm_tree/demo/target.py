@@ -42,10 +42,9 @@ def demo_target_dir() -> Path:
         ConfigError: the GGUF file is missing or not the expected one, the cache cannot be written, or the
             converted tensors do not have the known digest.
     """
-    cache_dir = _cache_dir()
-    final_dir = cache_dir / f"smollm2-135m-instruct-v{LAYOUT_VERSION}"
-    if _is_complete(final_dir):
-        return final_dir
+    if (found := converted_target_dir()) is not None:
+        return found
+    cache_dir, final_dir = _cache_dir(), _final_dir()
     gguf_path = _checked_gguf()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -66,6 +65,11 @@ def demo_target_dir() -> Path:
             )
         ) from error
     return final_dir
+
+
+def converted_target_dir() -> Path | None:
+    """The folder of `demo_target_dir` if an earlier call has converted it; converts nothing."""
+    return _final_dir() if _is_complete(_final_dir()) else None
 
 
 def tensor_digest(path: Path) -> str:
@@ -92,6 +96,10 @@ def _cache_dir() -> Path:
         return Path(chosen).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "trtllm_tree"
+
+
+def _final_dir() -> Path:
+    return _cache_dir() / f"smollm2-135m-instruct-v{LAYOUT_VERSION}"
 
 
 def _marker() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,27 +11,63 @@ from trtllm_tree.engine.ports import Segment
 from trtllm_tree.kernels.prefix_attention import prefix_attention
 
 
+class _FirstKeys:
+    """Where consecutive rows' sliding windows begin, derived once a forward.
+
+    Args:
+        kv_lens: int32 [B], keys including those of the rows.
+        num_rows: R.
+    """
+
+    def __init__(self, kv_lens: torch.Tensor, num_rows: int) -> None:
+        self._kv_lens, self._num_rows = kv_lens, num_rows
+        self._found: dict[int, torch.Tensor] = {}
+
+    def of(self, sliding_window: int | None) -> torch.Tensor | None:
+        """int32 [B, R]: row r, at position p = kv_len - R + r, sees keys from max(0, p - sliding_window + 1) on."""
+        if sliding_window is None:
+            return None
+        if sliding_window not in self._found:
+            row = torch.arange(self._num_rows, dtype=torch.int32, device=self._kv_lens.device)
+            position = self._kv_lens.unsqueeze(1) - self._num_rows + row
+            self._found[sliding_window] = (position - sliding_window + 1).clamp(min=0)
+        return self._found[sliding_window]
+
+
+def _join_sinks(out: torch.Tensor, lse2: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """`out` [B, R, Hq, D] once `sinks` [Hq] are part of the softmax whose log-sum-exp is `lse2` [B, R, Hq]."""
+    if sinks is None:
+        return out
+    # e^lse / (e^lse + e^sink)
+    share = torch.sigmoid(lse2 * math.log(2.0) - sinks)
+    return (out.float() * share.unsqueeze(3)).to(out.dtype)
+
+
 class PrefillAttention:
     """Rows of several prompts behind one another, each request seeing its own keys up to its own row."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self._segments = [
-            (segment, torch.tensor([segment.end], dtype=torch.int32, device=device)) for segment in segments
-        ]
+        lens = [torch.tensor([segment.end], dtype=torch.int32, device=device) for segment in segments]
+        first_keys = [_FirstKeys(n, segment.length) for n, segment in zip(lens, segments, strict=True)]
+        self._segments = list(zip(segments, lens, first_keys, strict=True))
 
     def attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         page_table: torch.Tensor,
         scale: float,
+        *,
+        value_dim: int | None = None,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`; `page_table` has one row a segment."""
-        out = torch.empty_like(q)
-        for index, (segment, kv_len) in enumerate(self._segments):
+        out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
+        for index, (segment, kv_len, first_keys) in enumerate(self._segments):
             rows = slice(segment.row, segment.row + segment.length)
-            part, _ = prefix_attention(
+            part, lse2 = prefix_attention(
                 q[rows].unsqueeze(0),
                 k_cache,
                 v_cache,
@@ -39,8 +76,10 @@ class PrefillAttention:
                 causal=True,
                 max_kv_len=segment.end,
                 scale=scale,
+                value_dim=value_dim,
+                first_keys=first_keys.of(sliding_window),
             )
-            out[rows] = part[0]
+            out[rows] = _join_sinks(part, lse2, sinks)[0]
         return out
 
 
@@ -65,18 +104,23 @@ class DecodeAttention:
 
     def __init__(self, kv_lens: torch.Tensor, num_rows: int, max_kv_len: int) -> None:
         self._kv_lens, self._num_rows, self._max_kv_len = kv_lens, num_rows, max_kv_len
+        self._first_keys = _FirstKeys(kv_lens, num_rows)
 
     def attend(
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         page_table: torch.Tensor,
         scale: float,
+        *,
+        value_dim: int | None = None,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         folded = q.view(-1, self._num_rows, *q.shape[1:])
-        out, _ = prefix_attention(
+        out, lse2 = prefix_attention(
             folded,
             k_cache,
             v_cache,
@@ -85,5 +129,7 @@ class DecodeAttention:
             causal=True,
             max_kv_len=self._max_kv_len,
             scale=scale,
+            value_dim=value_dim,
+            first_keys=self._first_keys.of(sliding_window),
         )
-        return out.view_as(q)
+        return _join_sinks(out, lse2, sinks).flatten(0, 1)

@@ -13,14 +13,32 @@ from dataclasses import dataclass
 import torch
 
 DUMMY_PAGE = 0
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shape of one attention layer's cache."""
+    """Shape of one attention layer's cache.
+
+    Attributes:
+        num_kv_heads: Hkv; 1 for a latent (MLA) layer.
+        head_dim: D; for a latent layer Dqk, the channels of a latent row, rotary ones included.
+        value_dim: Dv, the leading channels of a latent row that are its value; None where K and V are stored apart.
+    """
 
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.value_dim is None or self.num_kv_heads == 1, "a latent layer has one KV head"
+        assert self.value_dim is None or self.value_dim <= self.head_dim, "a value is part of its latent row"
+
+    def pool_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """[num_pages, K and V, Hkv, page_size, D], which TensorRT-LLM calls HND; a latent pool has no such sides."""
+        sides = (2,) if self.value_dim is None else ()
+        return (num_pages, *sides, self.num_kv_heads, page_size, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -83,13 +101,11 @@ class CacheGroup:
         self.name, self.page_size = spec.name, page_size
         self.allocator = PageAllocator(num_pages)
         self.page_table = torch.full((num_slots, max_pages), DUMMY_PAGE, dtype=torch.int32, device=device)
-        # [num_pages, K and V, Hkv, page_size, D]: the layout that TensorRT-LLM calls HND.
         self.pools = {
-            name: torch.zeros(
-                num_pages, 2, layer.num_kv_heads, page_size, layer.head_dim, dtype=dtype, device=device
-            )
+            name: torch.zeros(layer.pool_shape(num_pages, page_size), dtype=dtype, device=device)
             for name, layer in spec.layers.items()
         }
+        self._latent = {name for name, layer in spec.layers.items() if layer.value_dim is not None}
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -113,9 +129,14 @@ class CacheGroup:
         self._pages[slot] = []
         self.page_table[slot].fill_(DUMMY_PAGE)
 
+    def views(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K and V views [num_pages, Hkv, page_size, D] of a layer; of a latent layer the latent rows and None."""
+        pool = self.pools[name]
+        return (pool, None) if name in self._latent else (pool[:, 0], pool[:, 1])
+
     def regions(self) -> list[torch.Tensor]:
-        """K and V views [num_pages, Hkv, page_size, D] of every layer."""
-        return [pool[:, side] for pool in self.pools.values() for side in (0, 1)]
+        """The views of every layer. Latent rows are one region: keys and values in one place, to be moved once."""
+        return [view for name in self.pools for view in self.views(name) if view is not None]
 
 
 class KVCache:
@@ -124,13 +145,12 @@ class KVCache:
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
         self._layers = {
-            name: (index, pool) for index, group in enumerate(groups) for name, pool in group.pools.items()
+            name: (index, *group.views(name)) for index, group in enumerate(groups) for name in group.pools
         }
 
-    def layer(self, name: str) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Group index, K and V views [num_pages, Hkv, page_size, D] of a layer."""
-        index, pool = self._layers[name]
-        return index, pool[:, 0], pool[:, 1]
+    def layer(self, name: str) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+        """Group index and `CacheGroup.views` of a layer."""
+        return self._layers[name]
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Reserve in every group."""
@@ -143,13 +163,29 @@ class KVCache:
             group.release(slot)
 
     def write(
-        self, name: str, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store rows k, v [T, Hkv, D] of a layer at its group's `slots` int32 [T]; returns its K and V views."""
+        self, name: str, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store rows k, v [T, Hkv, D] of a layer at its group's `slots` int32 [T]; returns its K and V views.
+
+        A latent layer takes its rows as `k` [T, 1, Dqk], and None for `v`. Rows are cast to the pool's dtype; an FP8
+        pool keeps them unscaled and saturates: magnitudes above 448 become 448, NaN stays NaN.
+        """
         index, k_cache, v_cache = self.layer(name)
         page_size = self.groups[index].page_size
         slots = slots.long()
         page, offset = slots // page_size, slots % page_size
-        k_cache[page, :, offset] = k
-        v_cache[page, :, offset] = v
+        _store(k_cache, page, offset, k)
+        assert (v is None) == (v_cache is None), "a latent layer has no V, every other has"
+        if v_cache is not None and v is not None:
+            _store(v_cache, page, offset, v)
         return k_cache, v_cache
+
+
+def _store(cache: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, rows: torch.Tensor) -> None:
+    if cache.dtype != _FP8:
+        cache[page, :, offset] = rows.to(cache.dtype)
+        return
+    # Whether a cast to FP8 saturates by itself depends on the device and on torch's version; and indexing, which
+    # has no kernels for FP8 everywhere, has them for bytes.
+    rows = rows.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8)
+    cache.view(torch.uint8)[page, :, offset] = rows.view(torch.uint8)

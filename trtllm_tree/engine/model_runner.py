@@ -16,8 +16,16 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from trtllm_tree.engine.kv_cache import KVCache, LayerSpec
+from trtllm_tree.engine.layer_options import (
+    LayerOptions,
+    call_problems,
+    layer_options,
+    option_problems,
+    softcap_logits,
+)
+from trtllm_tree.engine.mla_attention import LatentAttention, latent_layer_spec, latent_problems
 from trtllm_tree.engine.ports import ForwardBatch
-from trtllm_tree.errors import Problem, UnsupportedError
+from trtllm_tree.errors import UnsupportedError
 
 ATTENTION_NAME = "trtllm_tree_paged"
 
@@ -32,16 +40,31 @@ def _paged_attention(
     scaling: float,
     paged_batch: ForwardBatch,
     paged_cache: KVCache,
-    **_: Any,
+    paged_options: Sequence[LayerOptions],
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D]."""
     # Rotary channels come in the stream's float32; the cache holds the model's dtype, which is that of V.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     layer_idx: Any = module.layer_idx
+    if problems := call_problems(
+        layer_idx, paged_options[layer_idx], sliding_window=sliding_window, s_aux=s_aux, others=others
+    ):
+        raise UnsupportedError(problems)
     name = target_layer(layer_idx)
     group = paged_cache.layer(name)[0]
     k_cache, v_cache = paged_cache.write(name, paged_batch.write_slots[group], k, v)
-    out = paged_batch.attention.attend(q, k_cache, v_cache, paged_batch.page_tables[group], scaling)
+    out = paged_batch.attention.attend(
+        q,
+        k_cache,
+        v_cache,
+        paged_batch.page_tables[group],
+        scaling,
+        sliding_window=sliding_window,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
     return out.unsqueeze(0), None
 
 
@@ -57,26 +80,22 @@ def target_layer_specs(config: Any) -> dict[str, LayerSpec]:
     """Cache shapes of a transformers config's attention layers.
 
     Raises:
-        UnsupportedError: layers other than full attention over grouped heads.
+        UnsupportedError: layers, or options of scores and logits, that the engine does not compute.
     """
-    problems = []
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        rule = "the embedded engine runs full-attention layers only"
-        problems.append(Problem("model: layer_types", sorted(kinds), rule, "Use another model."))
-    if getattr(config, "kv_lora_rank", None):
-        rule = "the embedded engine has no latent-attention cache"
-        problems.append(Problem("model: kv_lora_rank", config.kv_lora_rank, rule, "Use another model."))
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        rule = "the embedded engine has no sliding window"
-        problems.append(Problem("model: sliding_window", config.sliding_window, rule, "Use another model."))
+    problems = option_problems(config)
+    is_latent = bool(getattr(config, "kv_lora_rank", None))
+    if is_latent:
+        problems += latent_problems(config)
     if problems:
         raise UnsupportedError(problems)
     heads = config.num_attention_heads
-    layer = LayerSpec(
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
+    if is_latent:
+        layer = latent_layer_spec(config)
+    else:
+        layer = LayerSpec(
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
     return {target_layer(index): layer for index in range(config.num_hidden_layers)}
 
 
@@ -137,7 +156,11 @@ class ModelRunner:
         )
         self.model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
+        self._options = layer_options(self.config)
         self._decoder = model.get_decoder()
+        if getattr(self.config, "kv_lora_rank", None):
+            for index, layer in enumerate(self._decoder.layers):
+                layer.self_attn = LatentAttention(layer.self_attn, target_layer(index))
         if dtype != torch.float32:
             _keep_stream_in_float32(self._decoder, model.get_input_embeddings(), dtype)
 
@@ -174,7 +197,8 @@ class ModelRunner:
             use_cache=False,
             paged_batch=batch,
             paged_cache=cache,
+            paged_options=self._options,
         ).last_hidden_state[0]
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
-        return _float32_logits(self.model.lm_head, hidden)
+        return softcap_logits(_float32_logits(self.model.lm_head, hidden), self.config)

@@ -16,13 +16,20 @@ class AttentionBackend(Protocol):
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         page_table: torch.Tensor,
         scale: float,
+        *,
+        value_dim: int | None = None,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [T, Hq, D] over caches [num_pages, Hkv, page_size, D]; returns [T, Hq, D].
 
         `page_table` int32 [B, max_pages] is that of the layer's cache group, one row a request of the forward.
+        `v_cache=None` means latent rows, whose leading `value_dim` channels (Dv) are their values: returns [T, Hq, Dv].
+        A row at position p sees its keys at positions above p - `sliding_window`, or all of them. `sinks` float32 [Hq]
+        joins every softmax of a head as one more score (a natural logarithm) whose value is 0.
         """
         ...
 

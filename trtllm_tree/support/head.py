@@ -21,6 +21,7 @@ WEIGHTS_FILE = "model.safetensors"
 _OPTION = "speculative_model"
 _IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 _RETRAIN = "Use a head that was trained for this target."
+SEES_EVERY_KEY_RULE = "an EAGLE3 head's layer sees every key"
 _INTEGER_DTYPES = ("I64", "I32", "I16", "U64", "U32", "U16")
 # Keys whose other value means a different forward pass; silently ignoring one would ruin acceptance.
 _FIXED_KEYS = {
@@ -166,6 +167,7 @@ def _check_config(config: dict[str, Any], target: TargetSize | None, problems: l
     uses_features = _eagle_config(config).get("use_aux_hidden_state", True)
     rule = "EAGLE3 drafts from three target features"
     _require(uses_features is True, "eagle_config.use_aux_hidden_state", uses_features, rule, problems)
+    _check_sees_every_key(config, problems)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type"))
     rule = "its frequencies change with the longest row, but rows of different requests share a step"
@@ -177,6 +179,15 @@ def _check_config(config: dict[str, Any], target: TargetSize | None, problems: l
                 _require(value == wanted, key, value, f"the target has {wanted}", problems)
         _check_layer_ids(config, target.num_layers, problems)
     return sizes_known
+
+
+def _check_sees_every_key(config: dict[str, Any], problems: list[Problem]) -> None:
+    """The draft layer is full attention without sinks: lanes are masked by ancestry alone."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
+    _require(not window, "sliding_window", window, SEES_EVERY_KEY_RULE, problems)
+    kinds = config.get("layer_types") or []
+    is_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    _require(is_full, "layer_types", kinds, "an EAGLE3 head's layer is full_attention", problems)
 
 
 def _check_layer_ids(config: dict[str, Any], num_layers: int, problems: list[Problem]) -> None:

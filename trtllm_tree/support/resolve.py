@@ -7,16 +7,22 @@ Each backend answers for itself; a composite never answers for its children, the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from trtllm_tree.errors import Problem, UnsupportedError
-from trtllm_tree.support.report import Refused, TreeSupport
+from trtllm_tree.support.report import Refused, Supported, TreeSupport
+
+CHAIN_REMEDY = "Use tree_topk=1 (a chain) or another attention backend."
 
 
 class Backend(Protocol):
     """The part of an attention or state backend that is asked here."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        ...
 
     def tree_support(self) -> TreeSupport:
         """This backend's own answer."""
@@ -27,29 +33,66 @@ class Backend(Protocol):
         ...
 
 
-def _walk(root: Backend) -> Iterator[Backend]:
-    yield root
-    for child in root.child_backends():
-        yield from _walk(child)
+@dataclass(frozen=True)
+class PartAnswer:
+    """What one backend answered for the part that it would play.
+
+    Attributes:
+        part: "verify" for backends of the target, "lanes" for those of the draft.
+        backend: its name.
+        answer: for this part.
+    """
+
+    part: str
+    backend: str
+    answer: Supported | Refused
+
+    @property
+    def option(self) -> str:
+        """What a problem of this part is called."""
+        return f"{self.part} attention backend"
+
+
+def tree_answers(target: Backend, draft: Backend) -> list[PartAnswer]:
+    """The answer of every backend below `target` and `draft`, parents first.
+
+    A backend that several composites share, or both trees, is asked once.
+    """
+    answers: list[PartAnswer] = []
+    asked: dict[int, TreeSupport] = {}
+    # The walked lists keep every backend alive, so that its id stays its own.
+    walked = [("verify", list(_walk(target, {}))), ("lanes", list(_walk(draft, {})))]
+    for part, backends in walked:
+        for backend in backends:
+            if id(backend) not in asked:
+                asked[id(backend)] = backend.tree_support()
+            answers.append(PartAnswer(part, backend.name, getattr(asked[id(backend)], part)))
+    return answers
 
 
 def tree_blockers(target: Backend, draft: Backend) -> list[Problem]:
     """Every reason why trees cannot run with these two backend trees."""
-    problems = []
-    for part, root in (("verify", target), ("lanes", draft)):
-        for backend in _walk(root):
-            answer = getattr(backend.tree_support(), part)
-            if isinstance(answer, Refused):
-                remedy = "Use tree_topk=1 (a chain) or another attention backend."
-                problems.append(Problem(f"{part} attention backend", backend.name, answer.reason, remedy))
-    return problems
+    return [
+        Problem(found.option, found.backend, found.answer.reason, CHAIN_REMEDY)
+        for found in tree_answers(target, draft)
+        if isinstance(found.answer, Refused)
+    ]
 
 
 def resolve_tree_support(target: Backend, draft: Backend) -> None:
-    """Refuse trees unless every backend supports its part.
+    """Refuse trees unless every backend supports its part. Binds nothing; to be called before anything is.
 
     Raises:
         UnsupportedError: with all blockers.
     """
     if problems := tree_blockers(target, draft):
         raise UnsupportedError(problems)
+
+
+def _walk(root: Backend, seen: dict[int, Backend]) -> Iterator[Backend]:
+    if id(root) in seen:
+        return
+    seen[id(root)] = root
+    yield root
+    for child in root.child_backends():
+        yield from _walk(child, seen)

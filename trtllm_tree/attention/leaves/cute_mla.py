@@ -15,19 +15,10 @@ from trtllm_tree.attention.base import AttentionLeaf, LeafShape
 from trtllm_tree.attention.leaves.external_call import find, refusal
 from trtllm_tree.attention.leaves.fp8 import query_for
 from trtllm_tree.attention.leaves.paging import dense_table, nonempty_lens
-from trtllm_tree.attention.leaves.rules import (
-    HALF_DTYPES,
-    capability_reasons,
-    dtype_reasons,
-    mla_reasons,
-    support,
-)
+from trtllm_tree.attention.leaves.rules import device_reasons, shape_reasons
+from trtllm_tree.support.leaf_rules import TOKENSPEED_MLA, leaf_support
 from trtllm_tree.support.report import Refused, TreeSupport
 
-_CAPABILITIES = ((10, 0), (10, 3))
-_NEEDS = "SM100 or SM103 (B200, B300)"
-_PACKAGE = "tokenspeed_mla"
-_REMEDY = "install tokenspeed_mla >= 2.0 with nvidia-cutlass-dsl"
 _ARGUMENTS = (
     "query",
     "kv_cache",
@@ -95,18 +86,15 @@ class CuteMlaLeaf(AttentionLeaf):
 
     def tree_support(self) -> TreeSupport:
         """Refused with every reason at once: GPU, shape, dtypes, the package."""
-        shape = self._shape
-        reasons = capability_reasons(self._device, needs=_NEEDS, exactly=_CAPABILITIES)
-        reasons += mla_reasons(shape, dims=((576, 512),), page_sizes=(16, 32, 64))
-        if shape.num_heads > 128:
-            reasons.append(f"{shape.num_heads} query heads: at most 128")
-        reasons += dtype_reasons(shape, HALF_DTYPES)
+        reasons = device_reasons(self.name, self._device, self._shape)
+        reasons += shape_reasons(self.name, self._shape)
         found = _find()
-        return support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
+        return leaf_support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
 
 
 def _find() -> Callable[..., Any] | Refused:
-    decode = find(_PACKAGE, _PACKAGE, "tokenspeed_mla_decode", _REMEDY)
+    package, remedy = TOKENSPEED_MLA.name, TOKENSPEED_MLA.remedy
+    decode = find(package, package, "tokenspeed_mla_decode", remedy)
     if isinstance(decode, Refused):
         return decode
-    return refusal(_PACKAGE, decode, _ARGUMENTS, _REMEDY) or decode
+    return refusal(package, decode, _ARGUMENTS, remedy) or decode

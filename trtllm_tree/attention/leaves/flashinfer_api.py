@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from trtllm_tree.attention.leaves.external_call import find, parameters, refusal
+from trtllm_tree.support.leaf_rules import FLASHINFER
 from trtllm_tree.support.report import Refused
 
-_PACKAGE = "flashinfer"
-_REMEDY = "install flashinfer-python >= 0.6.12"
+_PACKAGE, _REMEDY = FLASHINFER.name, FLASHINFER.remedy
 _BACKEND = "trtllm-gen"
 _COUNTERS = "multi_ctas_kv_counter_buffer"
 _LSE_BASE = "return_lse_base"

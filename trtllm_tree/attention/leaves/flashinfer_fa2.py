@@ -12,13 +12,8 @@ import torch
 
 from trtllm_tree.attention.base import AttentionLeaf, LeafShape
 from trtllm_tree.attention.leaves import flashinfer_api
-from trtllm_tree.attention.leaves.rules import (
-    HALF_DTYPES,
-    capability_reasons,
-    dtype_reasons,
-    gqa_reasons,
-    support,
-)
+from trtllm_tree.attention.leaves.rules import device_reasons, shape_reasons
+from trtllm_tree.support.leaf_rules import leaf_support
 from trtllm_tree.support.report import Refused, TreeSupport
 
 # What FlashInfer recommends; plans of split requests take their partials from it.
@@ -92,11 +87,10 @@ class FlashinferFa2Leaf(AttentionLeaf):
 
     def tree_support(self) -> TreeSupport:
         """Refused with every reason at once: GPU, shape, dtypes, FlashInfer."""
-        reasons = capability_reasons(self._device, needs="SM80 or newer", at_least=(8, 0))
-        reasons += gqa_reasons(self._shape, head_dims=(64, 128, 256))
-        reasons += dtype_reasons(self._shape, HALF_DTYPES)
+        reasons = device_reasons(self.name, self._device, self._shape)
+        reasons += shape_reasons(self.name, self._shape)
         found = flashinfer_api.paged_prefill()
-        return support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
+        return leaf_support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
 
 
 def _running_sum(counts: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from trtllm_tree.attention.base import AttentionLeaf, LeafShape
-from trtllm_tree.attention.leaves.rules import FLOAT_DTYPES, dtype_reasons, gqa_reasons, support
+from trtllm_tree.attention.leaves.rules import shape_reasons
 from trtllm_tree.kernels.prefix_attention import prefix_attention
+from trtllm_tree.support.leaf_rules import leaf_support
 from trtllm_tree.support.report import TreeSupport
 
 
@@ -19,6 +20,8 @@ class ReferenceLeaf(AttentionLeaf):
     """
 
     name = "reference"
+    supports_sliding_window = True
+    supports_sinks = True
 
     def __init__(self, *, causal_prefix: bool = False, shape: LeafShape | None = None) -> None:
         self.causal_prefix = causal_prefix
@@ -36,25 +39,44 @@ class ReferenceLeaf(AttentionLeaf):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionLeaf.prefix_decode`."""
-        value_dim = self._shape.value_dim if self._shape else None
-        assert v_cache is not None or value_dim is not None, "a latent cache needs a value_dim"
-        out, lse2 = prefix_attention(
+        return prefix_attention(
             q,
             k_cache,
-            # A latent row is key and value; its channels behind value_dim are dropped from the sum.
-            k_cache if v_cache is None else v_cache,
+            v_cache,
             page_table,
             prefix_lens,
             causal=self.causal_prefix,
             max_kv_len=max_prefix_len,
             scale=scale,
+            value_dim=self._shape.value_dim if self._shape else None,
         )
-        return (out[..., :value_dim].contiguous() if v_cache is None else out), lse2
+
+    def sliding_prefix_decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
+        page_table: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        first_keys: torch.Tensor,
+        *,
+        max_prefix_len: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionLeaf.sliding_prefix_decode`."""
+        return prefix_attention(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            prefix_lens,
+            causal=False,
+            max_kv_len=max_prefix_len,
+            scale=scale,
+            value_dim=self._shape.value_dim if self._shape else None,
+            first_keys=first_keys,
+        )
 
     def tree_support(self) -> TreeSupport:
         """Refuses only what attention cannot mean."""
-        shape = self._shape
-        if shape is None:
-            return support([])
-        reasons = [] if shape.value_dim is not None else gqa_reasons(shape)
-        return support(reasons + dtype_reasons(shape, FLOAT_DTYPES))
+        return leaf_support([] if self._shape is None else shape_reasons(self.name, self._shape))

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 
 from trtllm_tree.attention.base import AttentionLeaf, LeafShape
-from trtllm_tree.attention.leaves.rules import (
-    FLOAT_DTYPES,
-    capability_reasons,
-    dtype_reasons,
-    gqa_reasons,
-    support,
-)
+from trtllm_tree.attention.leaves.rules import device_reasons, shape_reasons
 from trtllm_tree.kernels.dispatch import use_triton
 from trtllm_tree.kernels.tree_decode import tree_decode
+from trtllm_tree.support.leaf_rules import leaf_support
 from trtllm_tree.support.report import TreeSupport
 
 
@@ -44,20 +39,30 @@ class TritonLeaf(AttentionLeaf):
         scale: float,
     ) -> torch.Tensor:
         """See `AttentionLeaf.tree_decode`."""
-        assert v_cache is not None, "serves no latent cache"
-        return tree_decode(q, k_cache, v_cache, page_table, prefix_lens, mask, window=window, scale=scale)
+        value_dim = None if self._shape is None else self._shape.value_dim
+        return tree_decode(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            prefix_lens,
+            mask,
+            window=window,
+            scale=scale,
+            value_dim=value_dim,
+        )
 
     def tree_support(self) -> TreeSupport:
         """Verify and lanes are one kernel, so there is one answer for both."""
         reasons = self._device_reasons()
         if self._shape is not None:
-            reasons += gqa_reasons(self._shape, head_dims=(64, 80, 96, 128, 256), page_sizes=(16, 32, 64))
-            reasons += dtype_reasons(self._shape, FLOAT_DTYPES)
-        return support(reasons)
+            reasons += shape_reasons(self.name, self._shape)
+        return leaf_support(reasons)
 
     def _device_reasons(self) -> list[str]:
         if self._device.type == "cuda":
-            return capability_reasons(self._device, needs="compute capability 8.0", at_least=(8, 0))
+            return device_reasons(self.name, self._device, self._shape)
         if use_triton(torch.empty(0, device=self._device)):
             return []
-        return [f"needs a CUDA device, and this is {self._device}; TLLM_TREE_KERNELS=triton interprets it"]
+        (reason,) = device_reasons(self.name, self._device)
+        return [f"{reason}; TLLM_TREE_KERNELS=triton interprets it"]

@@ -20,18 +20,10 @@ from trtllm_tree.attention.leaves import flashinfer_api
 from trtllm_tree.attention.leaves.flashinfer_api import TrtllmDecode
 from trtllm_tree.attention.leaves.fp8 import query_for
 from trtllm_tree.attention.leaves.paging import dense_table, nonempty_lens
-from trtllm_tree.attention.leaves.rules import (
-    HALF_DTYPES,
-    capability_reasons,
-    dtype_reasons,
-    gqa_reasons,
-    mla_reasons,
-    support,
-)
+from trtllm_tree.attention.leaves.rules import device_reasons, shape_reasons
+from trtllm_tree.support.leaf_rules import leaf_support
 from trtllm_tree.support.report import Refused, TreeSupport
 
-_CAPABILITIES = ((10, 0), (10, 3))
-_NEEDS = "SM100 or SM103 (B200, B300)"
 # Where they have no buffer of their own, the counters are these first bytes of the workspace.
 _COUNTER_HEAD = 8 << 20
 # Partial outputs of the CTAs that share a request: at most 160 SMs x 256 rows x (512 channels + 2) x 4 bytes.
@@ -79,17 +71,12 @@ class _TrtllmGen(AttentionLeaf):
     def _find(self) -> TrtllmDecode | Refused:
         """The library's function."""
 
-    @abstractmethod
-    def _shape_reasons(self) -> list[str]:
-        """Why this shape is refused."""
-
     def tree_support(self) -> TreeSupport:
         """Refused with every reason at once: GPU, shape, dtypes, FlashInfer."""
-        reasons = (
-            capability_reasons(self._device, needs=_NEEDS, exactly=_CAPABILITIES) + self._shape_reasons()
-        )
+        reasons = device_reasons(self.name, self._device, self._shape)
+        reasons += shape_reasons(self.name, self._shape)
         found = self._find()
-        return support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
+        return leaf_support([*reasons, found.reason] if isinstance(found, Refused) else reasons)
 
     def _ready(self, q: torch.Tensor) -> tuple[TrtllmDecode, _Scratch]:
         assert q.shape[0] <= self._shape.max_batch, f"batch {q.shape[0]} exceeds {self._shape.max_batch}"
@@ -148,10 +135,6 @@ class TrtllmGenLeaf(_TrtllmGen):
     def _find(self) -> TrtllmDecode | Refused:
         return flashinfer_api.trtllm_decode()
 
-    def _shape_reasons(self) -> list[str]:
-        rules = {"head_dims": (64, 128, 256), "page_sizes": (16, 32, 64), "max_head_ratio": 32}
-        return gqa_reasons(self._shape, **rules) + dtype_reasons(self._shape, HALF_DTYPES)
-
 
 class TrtllmGenMlaLeaf(_TrtllmGen):
     """MLA. How the kernel groups rows and heads into CTAs changes with shapes and batch; that is speed only."""
@@ -195,13 +178,6 @@ class TrtllmGenMlaLeaf(_TrtllmGen):
 
     def _find(self) -> TrtllmDecode | Refused:
         return flashinfer_api.trtllm_decode_mla()
-
-    def _shape_reasons(self) -> list[str]:
-        reasons = mla_reasons(self._shape, dims=((576, 512), (320, 256)), page_sizes=(32, 64))
-        heads = self._shape.num_heads
-        if heads > 128 or 64 < heads < 128:
-            reasons.append(f"{heads} query heads: must be at most 64, or 128")
-        return reasons + dtype_reasons(self._shape, (torch.bfloat16,))
 
 
 # Query channels without position before absorption, which FlashInfer asks for beside kv_lora_rank.

@@ -48,11 +48,25 @@ class TreeAttention:
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         page_table: torch.Tensor,
         scale: float,
+        *,
+        value_dim: int | None = None,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `engine.ports.AttentionBackend.attend`."""
+        """See `engine.ports.AttentionBackend.attend`; the leaf was told `value_dim` by its shape."""
         batch, num_rows = self._rows.mask.shape[:2]
         folded = q.view(batch, num_rows, *q.shape[1:])
-        return self._cascade.attend(folded, k_cache, v_cache, page_table, self._rows, scale).view_as(q)
+        out = self._cascade.attend(
+            folded,
+            k_cache,
+            v_cache,
+            page_table,
+            self._rows,
+            scale,
+            sliding_window=sliding_window,
+            sinks=sinks,
+        )
+        return out.flatten(0, 1)

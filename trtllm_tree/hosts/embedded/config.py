@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
-from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.engine import EngineConfig, kv_cache_dtype_problems
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.errors import ConfigError, Problem
+from trtllm_tree.kernels.dispatch import use_triton
+from trtllm_tree.support.kv_scales import kv_scale_problems
+from trtllm_tree.support.leaf_rules import FP8_CAPABILITY
 from trtllm_tree.tree.reservation import request_extent
 
 # Pool for this many tokens a request unless the user says otherwise: full contexts of every request would not
 # fit a small machine.
 _DEFAULT_TOKENS_PER_REQUEST = 2048
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class ResolvedConfig:
     Attributes:
         window_len: rows a request contributes to a decode forward.
         max_extent: most KV rows of one request.
+        kv_dtype: of the K/V pools, target's and draft's.
         num_kv_tokens: KV rows of every cache group.
     """
 
@@ -32,6 +37,7 @@ class ResolvedConfig:
     head_dir: Path | None
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int
@@ -52,7 +58,8 @@ def resolve_config(
     """Fill in what the user left to us.
 
     Raises:
-        ConfigError: a device that is not there, or limits that the model or the pool cannot hold.
+        ConfigError: a device that is not there, limits that the model or the pool cannot hold, K/V that cannot be
+            kept as asked for.
     """
     problems: list[Problem] = []
     device = _device(config.device, problems)
@@ -68,13 +75,19 @@ def resolve_config(
     num_kv_tokens = config.kv_cache_tokens or max(
         max_extent, config.max_batch_size * min(max_extent, _DEFAULT_TOKENS_PER_REQUEST)
     )
+    dtype = _dtype(config.dtype, device, model_config)
+    kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype, device, problems)
+    if kv_dtype == FP8:
+        problems += kv_scale_problems(target_dir)
+        problems += kv_scale_problems(head_dir, "speculative_model") if head_dir is not None else []
     if problems:
         raise ConfigError(problems)
     return ResolvedConfig(
         target_dir=target_dir,
         head_dir=head_dir,
         device=device,
-        dtype=_dtype(config.dtype, device, model_config),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         max_batch_size=config.max_batch_size,
         max_num_tokens=config.max_num_tokens,
         max_seq_len=max_seq_len,
@@ -102,3 +115,35 @@ def _dtype(name: str, device: torch.device, model_config: Any) -> torch.dtype:
         return torch.float32
     dtype = getattr(model_config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device, problems: list[Problem]) -> torch.dtype:
+    """`auto` is the model's dtype. The torch reference reads FP8 under every dtype and on every device."""
+    problems += kv_cache_dtype_problems(name, "kv_cache_dtype")
+    if name != "fp8":
+        return dtype
+    if use_triton(torch.empty(0, device=device)):
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        problems += fp8_kernel_problems(dtype, capability)
+    return FP8
+
+
+def fp8_kernel_problems(dtype: torch.dtype, capability: tuple[int, int] | None) -> list[Problem]:
+    """Why our kernels cannot read an FP8 cache: they widen it to 16 bits, and Triton knows E4M3 from SM89 on.
+
+    Args:
+        dtype: of queries.
+        capability: of the GPU; None where kernels are interpreted.
+    """
+    rules = []
+    if dtype == torch.float32:
+        rules.append(
+            ("the kernels read an FP8 cache under a 16-bit dtype, and dtype is float32", "dtype to bfloat16")
+        )
+    if capability is not None and capability < FP8_CAPABILITY:
+        found = f"this GPU has {capability[0]}.{capability[1]}"
+        rules.append((f"E4M3 needs compute capability 8.9, and {found}", "device to cpu"))
+    return [
+        Problem("kv_cache_dtype", "fp8", rule, f"Set kv_cache_dtype to auto, or {other}.")
+        for rule, other in rules
+    ]

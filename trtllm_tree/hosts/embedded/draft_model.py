@@ -42,6 +42,11 @@ class EmbeddedDraftModel:
         self.hidden_size, self.d2t = head.hidden_size, head.d2t
         self.dtype = next(head.parameters()).dtype
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether its attention is."""
+        return self._decode_attention.graph_safe
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """See `ports.DraftModel.fuse`."""
         return self._head.fuse(features)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from trtllm_tree.attention.base import AttentionLeaf
+from trtllm_tree.attention.base import AttentionLeaf, LeafShape
 from trtllm_tree.attention.cascade import TreeCascade
 from trtllm_tree.attention.compact import KVCompactor
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
@@ -22,10 +22,11 @@ from trtllm_tree.draft.eagle3_head import Eagle3Head, load_eagle3_head
 from trtllm_tree.engine.chain_attention import TorchDecodeAttention
 from trtllm_tree.engine.engine import Engine
 from trtllm_tree.engine.kv_cache import KVCache, LayerSpec
+from trtllm_tree.engine.layer_options import layer_options
 from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, target_layer_specs
 from trtllm_tree.engine.plain import PlainDecode
 from trtllm_tree.engine.ports import DecodeAttentionFactory
-from trtllm_tree.errors import ConfigError
+from trtllm_tree.errors import ConfigError, UnsupportedError
 from trtllm_tree.hosts.embedded.attention import CascadeDecodeAttention
 from trtllm_tree.hosts.embedded.config import ResolvedConfig, resolve_config
 from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
@@ -34,8 +35,10 @@ from trtllm_tree.hosts.embedded.spec_hook import SpecDecode
 from trtllm_tree.round import SpecRound, TreeParts
 from trtllm_tree.sampling.greedy import GreedySampler
 from trtllm_tree.support.head import head_problems
-from trtllm_tree.support.report import Supported
+from trtllm_tree.support.model_facts import read_model_facts
+from trtllm_tree.support.report import Refused, Supported
 from trtllm_tree.support.resolve import resolve_tree_support
+from trtllm_tree.support.scope import scope_problems
 from trtllm_tree.tree.future import FutureParentMap
 from trtllm_tree.tree.spec import TreeSpec
 
@@ -64,6 +67,9 @@ def build_host(
         ConfigError: a head that does not fit, a limit that cannot be held, a device that is not there.
         UnsupportedError: layers or backends that cannot run, all named.
     """
+    target_facts = read_model_facts(target_dir)
+    if target_facts is not None and (problems := scope_problems(target_facts, "embedded")):
+        raise UnsupportedError(problems)
     model_config = load_model_config(target_dir)
     resolved = resolve_config(
         config, speculative, target_dir=target_dir, head_dir=head_dir, model_config=model_config
@@ -72,16 +78,19 @@ def build_host(
     # Checked before the target is loaded, which takes a while.
     if head_dir is not None and (problems := head_problems(head_dir, target_dir)):
         raise ConfigError(problems)
-    cascade = TreeCascade(default_leaf(resolved.device))
+    target_attention = _attention(resolved.device, _target_shape(resolved, model_config, layers))
+    draft_attention = target_attention
+    if head_dir is not None:
+        # A head's layer is grouped heads that see all of their keys, whatever the target's are.
+        draft_attention = _attention(resolved.device, _head_shape(resolved, head_dir))
     if speculative is not None and speculative.is_tree:
-        resolve_tree_support(cascade.leaf, cascade.leaf)
-    decode_attention = _decode_attention(cascade, resolved.device)
+        resolve_tree_support(target_attention.cascade.leaf, draft_attention.cascade.leaf)
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
     if speculative is None or head_dir is None:
         cache = _cache(resolved, layers, None)
         hook: PlainDecode | SpecDecode = PlainDecode(
-            resolved.max_batch_size + 1, resolved.device, decode_attention
+            resolved.max_batch_size + 1, resolved.device, target_attention.decode
         )
     else:
         head = load_eagle3_head(
@@ -92,7 +101,7 @@ def build_host(
             device=resolved.device,
         )
         cache = _cache(resolved, layers, LayerSpec(head.num_kv_heads, head.head_dim))
-        hook = _speculation(speculative, resolved, runner, head, cache, cascade, decode_attention)
+        hook = _speculation(speculative, resolved, runner, head, cache, target_attention, draft_attention)
     engine = Engine(
         runner,
         cache,
@@ -107,21 +116,78 @@ def build_host(
     return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
 
 
-def default_leaf(device: torch.device | str) -> AttentionLeaf:
-    """The attention leaf of a device: our kernel on a GPU that it runs on, torch elsewhere. Logs the choice."""
+def default_leaf(device: torch.device | str, shape: LeafShape | None = None) -> AttentionLeaf:
+    """The attention leaf of a device: our kernel on a GPU that it runs on, torch elsewhere. Logs the choice.
+
+    Without a `shape` the device alone decides.
+    """
     device = torch.device(device)
-    kernel_leaf = TritonLeaf(device)
-    runs = device.type == "cuda" and isinstance(kernel_leaf.tree_support().verify, Supported)
-    leaf = kernel_leaf if runs else ReferenceLeaf()
-    _LOGGER.info("tree attention on %s: leaf %s", device, leaf.name)
+    kernel_leaf = TritonLeaf(device, shape)
+    answer = kernel_leaf.tree_support().verify
+    runs = device.type == "cuda" and isinstance(answer, Supported)
+    leaf = kernel_leaf if runs else ReferenceLeaf(shape=shape)
+    cache = "grouped heads" if shape is None or shape.value_dim is None else "latent rows"
+    why = f" (triton: {answer.reason})" if isinstance(answer, Refused) else ""
+    _LOGGER.info("tree attention over %s on %s%s: leaf %s", cache, device, why, leaf.name)
     return leaf
 
 
-def _decode_attention(cascade: TreeCascade, device: torch.device) -> DecodeAttentionFactory:
-    """A chain's attention: our kernel where the leaf has one, torch elsewhere."""
-    if cascade.leaf.one_pass:
-        return CascadeDecodeAttention(cascade, device)
-    return TorchDecodeAttention()
+@dataclass(frozen=True)
+class _Attention:
+    """Attention over one cache: of trees, and of the consecutive rows of chains."""
+
+    cascade: TreeCascade
+    decode: DecodeAttentionFactory
+
+
+def _attention(device: torch.device, shape: LeafShape | None) -> _Attention:
+    """Chains run on our kernel where the leaf has one, in torch elsewhere."""
+    cascade = TreeCascade(default_leaf(device, shape))
+    decode = CascadeDecodeAttention(cascade, device) if cascade.leaf.one_pass else TorchDecodeAttention()
+    return _Attention(cascade, decode)
+
+
+def _target_shape(resolved: ResolvedConfig, config: Any, layers: dict[str, LayerSpec]) -> LeafShape:
+    """What the target's layers ask of a leaf."""
+    layer, options = next(iter(layers.values())), layer_options(config)
+    return _leaf_shape(
+        resolved,
+        config.num_attention_heads,
+        layer,
+        sliding_window=any(each.sliding_window is not None for each in options),
+        sinks=any(each.sinks for each in options),
+    )
+
+
+def _head_shape(resolved: ResolvedConfig, head_dir: Path) -> LeafShape:
+    """What the draft head's layer asks of a leaf; its config has been checked."""
+    facts = read_model_facts(head_dir)
+    assert facts is not None, "an unchecked head"
+    assert facts.num_heads and facts.num_kv_heads and facts.head_dim, "an unchecked head"
+    return _leaf_shape(resolved, facts.num_heads, LayerSpec(facts.num_kv_heads, facts.head_dim))
+
+
+def _leaf_shape(
+    resolved: ResolvedConfig,
+    num_heads: int,
+    layer: LayerSpec,
+    *,
+    sliding_window: bool = False,
+    sinks: bool = False,
+) -> LeafShape:
+    return LeafShape(
+        num_heads=num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        page_size=resolved.page_size,
+        dtype=resolved.dtype,
+        kv_dtype=resolved.kv_dtype,
+        value_dim=layer.value_dim,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        max_batch=resolved.max_batch_size,
+        max_rows=resolved.window_len,
+    )
 
 
 def _cache(resolved: ResolvedConfig, layers: dict[str, LayerSpec], draft: LayerSpec | None) -> KVCache:
@@ -132,7 +198,7 @@ def _cache(resolved: ResolvedConfig, layers: dict[str, LayerSpec], draft: LayerS
         page_size=resolved.page_size,
         max_batch_size=resolved.max_batch_size,
         max_extent=resolved.max_extent,
-        dtype=resolved.dtype,
+        dtype=resolved.kv_dtype,
         device=resolved.device,
     )
 
@@ -143,11 +209,11 @@ def _speculation(
     runner: ModelRunner,
     head: Eagle3Head,
     cache: KVCache,
-    cascade: TreeCascade,
-    decode_attention: DecodeAttentionFactory,
+    target: _Attention,
+    draft: _Attention,
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
-    draft_model = EmbeddedDraftModel(head, cache, cascade, decode_attention, nodes)
+    draft_model = EmbeddedDraftModel(head, cache, draft.cascade, draft.decode, nodes)
     features = runner.keep_features(head.aux_layer_ids, max(resolved.max_num_tokens, batch * nodes))
     hidden = features[: batch * nodes]
     spec_round = SpecRound(
@@ -158,7 +224,7 @@ def _speculation(
         num_slots=batch + 1,
         tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,
     )
-    return SpecDecode(spec_round, draft_model, cache, cascade, decode_attention, features)
+    return SpecDecode(spec_round, draft_model, cache, target.cascade, target.decode, features)
 
 
 def _tree_parts(config: SpeculativeConfig, hidden: torch.Tensor, cache: KVCache, batch: int) -> TreeParts:

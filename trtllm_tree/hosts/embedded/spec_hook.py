@@ -55,8 +55,9 @@ class SpecDecode:
 
     @property
     def graph_safe(self) -> bool:
-        """An observer reads values back; a leaf with host-side bounds cannot be replayed."""
-        return self._decode_attention.graph_safe and self.round.observer is None
+        """An observer reads values back; a leaf with host-side bounds, on either side, cannot be replayed."""
+        attention_safe = self._decode_attention.graph_safe and self._draft_model.graph_safe
+        return attention_safe and self.round.observer is None
 
     def kv_extent(self, committed_len: int, token_limit: int) -> int:
         """See `tree.reservation.round_extent`."""
@@ -141,6 +142,8 @@ class SpecDecode:
             mask=window.tree.ancestor_mask,
             window=num_nodes,
             max_prefix_len=longest,
+            row_depths=window.tree.depths,
+            column_depths=window.tree.depths,
         )
         return TreeAttention(self._cascade, rows)
 

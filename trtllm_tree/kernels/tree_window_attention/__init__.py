@@ -31,6 +31,7 @@ def tree_window_attention(
     window: int,
     causal_prefix: bool,
     scale: float,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of every row over its prefix, whose partial is given, and its masked window.
@@ -40,6 +41,9 @@ def tree_window_attention(
     `causal_prefix=False`: all of it; `causal_prefix=True`: keys [0, P - R + 1 + r), as a causal decode of
     R rows over P keys does, and the tail up to P is attended here. A partial over no key is told by that
     count, and then prefix_out and prefix_lse2 are never read. A row that sees nothing at all gives 0.
+
+    `sinks` adds to the softmax of every row of head h one key with the score sinks[h] and the value 0: what it
+    takes goes nowhere. It is added here, once, so no partial may hold it already.
 
     Slots that no row of a request sees may hold anything, NaN and infinity included.
 
@@ -51,7 +55,7 @@ def tree_window_attention(
     Args:
         q: [B, R, Hq, D] float32, bfloat16 or float16.
         k_cache: [num_pages, Hkv, page_size, D], any strides; q's dtype, or float8_e4m3fn (unscaled) under a
-            16-bit q. Query head h reads KV head h // (Hq / Hkv).
+            16-bit q (in the torch reference under any q). Query head h reads KV head h // (Hq / Hkv).
         v_cache: as k_cache, its strides may differ; None if k_cache holds latent rows.
         page_table: int32 [B, max_pages]. A position beyond it, and an entry < 0, mean the dummy page 0.
         prefix_lens: int32 [B], keys before the window.
@@ -61,6 +65,7 @@ def tree_window_attention(
         window: W, keys in the window, >= 1.
         causal_prefix: what the partial covers, see above.
         scale: multiplies q . k.
+        sinks: float32 [Hq], natural logarithms like scale * q . k, unscaled; None without. Not for MLA.
         out: [B, R, Hq, D] in q's dtype, may be prefix_out itself; allocated if None.
 
     Returns:
@@ -72,6 +77,12 @@ def tree_window_attention(
     if out is None:
         out = torch.empty(prefix_out.shape, dtype=q.dtype, device=q.device)
     _check(q, k_cache, v_cache, page_table, prefix_lens, mask, prefix_out, prefix_lse2, window, out)
+    extra: dict[str, torch.Tensor] = {}
+    if sinks is not None:
+        assert v_cache is not None, "sinks over a latent cache"
+        assert sinks.dtype == torch.float32, "sinks must be float32"
+        assert sinks.shape == q.shape[2:3], "sinks must be [Hq]"
+        extra["sinks"] = sinks
     # The kernels differ in whether `v_cache` may be None.
     run: Callable[..., None]
     if not use_triton(q):
@@ -99,6 +110,7 @@ def tree_window_attention(
         causal_prefix=causal_prefix,
         scale=scale,
         out=out,
+        **extra,
     )
     return out
 
@@ -117,7 +129,7 @@ def _check(
 ) -> None:
     batch, num_rows, num_heads, head_dim = q.shape
     assert q.dtype in _QUERY_DTYPES, f"q is {q.dtype}"
-    fp8 = k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32
+    fp8 = k_cache.dtype == torch.float8_e4m3fn and (q.dtype != torch.float32 or not use_triton(q))
     assert k_cache.dtype == q.dtype or fp8, f"{k_cache.dtype} keys under a {q.dtype} query"
     assert k_cache.shape[3] == head_dim, "K and q differ in head dim"
     if v_cache is None:

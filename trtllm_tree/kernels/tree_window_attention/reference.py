@@ -25,6 +25,7 @@ def reference(
     causal_prefix: bool,
     scale: float,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention output to `out`; arguments as in the op."""
     batch, num_rows, num_heads, head_dim = q.shape
@@ -59,12 +60,15 @@ def reference(
     partial_score = torch.where(has_partial, prefix_lse2, -torch.inf) * math.log(2.0)
     partial_value = torch.where(has_partial[..., None], prefix_out.float(), 0.0)
     all_scores = torch.cat([scores.flatten(2, 3), partial_score[..., None]], dim=-1)  # [B, R, Hq, C + 1]
+    if sinks is not None:
+        all_scores = torch.cat([all_scores, sinks[:, None].expand(*all_scores.shape[:3], 1)], dim=-1)
     weights = torch.softmax(all_scores, dim=-1)
     weights = torch.where(all_scores.isneginf().all(dim=-1, keepdim=True), 0.0, weights)
 
-    own = weights[..., :-1].reshape(scores.shape)
+    # A sink's weight has no value to go to.
+    own, partial_weight = weights[..., : len(column)].reshape(scores.shape), weights[..., len(column), None]
     result = torch.einsum("brhgc,bchd->brhgd", own, values).reshape(out.shape)
-    out.copy_(result + weights[..., -1:] * partial_value)
+    out.copy_(result + partial_weight * partial_value)
 
 
 def _gather(cache: torch.Tensor, page_table: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ def tree_window_attention_kernel(
     mask_ptr,
     prefix_out_ptr,
     prefix_lse2_ptr,
+    sinks_ptr,
     out_ptr,
     scale_log2,
     num_rows,
@@ -117,6 +118,7 @@ def tree_window_attention_kernel(
     out_stride_r,
     out_stride_h,
     CAUSAL_PREFIX: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -149,7 +151,8 @@ def tree_window_attention_kernel(
     q = tl.load(q_ptr + (q_offset[:, None] + d[None, :]), mask=row_mask, other=0.0).to(DOT)
     if CAUSAL_PREFIX:
         covered = prefix_len - num_rows + 1 + row
-        tail_len = tl.minimum(prefix_len, num_rows - 1 - first_m // GROUP)
+        # Not cut at the prefix's length, which is still being loaded: columns before the prefix are not seen.
+        tail_len = num_rows - 1 - first_m // GROUP
     else:
         covered = prefix_len + row * 0
         tail_len = 0
@@ -174,6 +177,11 @@ def tree_window_attention_kernel(
     # The partial is the online softmax's first term: its max is lse2, its sum 1. Its output joins at the end.
     row_max = lse2
     row_sum = tl.where(has_partial, 1.0, 0.0)
+    if HAS_SINKS:
+        # One more term of the sum, with no value.
+        sink = tl.load(sinks_ptr + head, mask=row_valid, other=0.0) * 1.4426950408889634
+        row_max = tl.maximum(lse2, sink)
+        row_sum = row_sum * tl.exp2(lse2 - row_max) + tl.exp2(sink - row_max)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for i in tl.range(0, 1 if ONE_BLOCK else tl.cdiv(end - first_column, BLOCK_N)):
         start = first_column + i * BLOCK_N
@@ -194,7 +202,7 @@ def tree_window_attention_kernel(
             page_table_ptr,
             max_pages,
             prefix_len + column,
-            (column >= -tail_len) & (column < end),
+            (column >= -prefix_len) & (column < end),
             seen,
             k_stride_page,
             k_stride_token,
@@ -301,6 +309,7 @@ def launch(
     causal_prefix: bool,
     scale: float,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     block_m: int | None = None,
 ) -> None:
     """Launch the kernel; arguments as in the op, `block_m` overrides `choose_tile` (tests, benchmarks)."""
@@ -320,6 +329,7 @@ def launch(
         mask,
         prefix_out,
         prefix_lse2,
+        sinks,
         out,
         scale * _LOG2_E,
         num_rows,
@@ -334,6 +344,7 @@ def launch(
         *prefix_out.stride()[:3],
         *prefix_lse2.stride()[:2],
         *out.stride()[:3],
+        HAS_SINKS=sinks is not None,
         GROUP=group,
         HEAD_DIM=head_dim,
         PAGE_SIZE=k_cache.shape[2],
@@ -350,15 +361,16 @@ def launch(
 # Strides of tensors with rows of head_dim elements, which is a multiple of 16.
 _ROW_STRIDES = ("q_stride", "k_stride", "v_stride", "prefix_out_stride", "out_stride")
 _AOT_CASES = (
-    # (query, cache, folded rows, HEAD_DIM, window, causal_prefix)
-    ("bf16", "bf16", 128, 128, 64, True),
-    ("bf16", "bf16", 64, 128, 64, False),
-    ("bf16", "bf16", 64, 128, 32, True),
-    ("bf16", "bf16", 64, 128, 32, False),
-    ("bf16", "bf16", 16, 80, 100, False),
-    ("bf16", "fp8e4nv", 64, 128, 32, True),
-    ("fp16", "fp16", 64, 256, 32, True),
-    ("fp32", "fp32", 16, 128, 32, True),
+    # (query, cache, folded rows, HEAD_DIM, window, causal_prefix, sinks)
+    ("bf16", "bf16", 128, 128, 64, True, False),
+    ("bf16", "bf16", 64, 128, 64, False, False),
+    ("bf16", "bf16", 64, 128, 32, True, False),
+    ("bf16", "bf16", 64, 128, 32, False, False),
+    ("bf16", "bf16", 64, 128, 32, False, True),
+    ("bf16", "bf16", 16, 80, 100, False, False),
+    ("bf16", "fp8e4nv", 64, 128, 32, True, False),
+    ("fp16", "fp16", 64, 256, 32, True, False),
+    ("fp32", "fp32", 16, 128, 32, True, False),
 )
 
 
@@ -366,7 +378,7 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
     """Representative instances for the ahead-of-time compile test."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     specs = []
-    for query, cache, folded, head_dim, window, causal in _AOT_CASES:
+    for query, cache, folded, head_dim, window, causal, sinks in _AOT_CASES:
         signature = dict.fromkeys(
             (name for name in tree_window_attention_kernel.arg_names if name.islower()), "i32"
         )
@@ -374,10 +386,13 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         signature |= dict.fromkeys(("q_ptr", "prefix_out_ptr", "out_ptr"), f"*{query}:16")
         signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache}:16")
         signature |= dict.fromkeys(("page_table_ptr", "prefix_lens_ptr"), "*i32:16")
-        signature |= {"mask_ptr": "*i64:16", "prefix_lse2_ptr": "*fp32:16", "scale_log2": "fp32"}
+        signature |= dict.fromkeys(("prefix_lse2_ptr", "sinks_ptr"), "*fp32:16")
+        signature |= {"mask_ptr": "*i64:16", "scale_log2": "fp32"}
         one_block, _ = _key_blocks(window, window, causal_prefix=causal)
         tile = choose_tile(8 if folded > 16 else 1, folded, head_dim, names[query], one_block=one_block)
         constexprs = {
+            **({} if sinks else {"sinks_ptr": None}),
+            "HAS_SINKS": sinks,
             "GROUP": 4,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 32,
