@@ -1,16 +1,17 @@
 """Triton kernel of `tree_window_attention`: one launch for the prefix tail, the masked window and the merge.
 
 Rows of one KV head are folded (m = r * group + g) so that each key is read once per tile. It must not
-know what the rows are; tiles are chosen in `choose_tile` and `_key_blocks` alone.
+know what the rows are; `tiles` alone chooses tiles.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from trtllm_tree.kernels._triton import dot_dtype, tl, triton
+from trtllm_tree.kernels.tree_window_attention.tiles import Tile, choose_tile, key_blocks
 
 _LOG2_E = 1.4426950408889634
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -245,45 +246,9 @@ def tree_window_attention_kernel(
     tl.store(out_ptr + (out_offset[:, None] + d[None, :]), acc.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one program works on, `max_registers` a thread at most (None: as many as it takes)."""
-
-    block_m: int
-    num_warps: int
-    max_registers: int | None
-
-
-def choose_tile(
-    batch: int, folded_rows: int, head_dim: int, dtype: torch.dtype, *, one_block: bool = True
-) -> Tile:
-    """Small tiles fill the GPU at small batch, large ones re-read fewer keys.
-
-    Full-precision products and wide heads need more registers a row, hence lower limits. With 128 registers a
-    thread four tiles of 64 rows fit in a multiprocessor, and one computes while others load: on an H200 (B 32,
-    64 rows of 32 heads, D 128) 20.5 us, and 23.2 with 160 registers. More than one block of keys took 32.8 us in tiles
-    of 128 rows and 33.6 in tiles of 64, although both spill.
-    """
-    largest = 16 if batch == 1 else 32 if batch < 8 else 64
-    if dtype == torch.float32:
-        largest = 16
-    block_m = max(16, min(largest, triton.next_power_of_2(folded_rows)))
-    if block_m * head_dim > 64 * 128 or dtype == torch.float32:
-        return Tile(block_m, 8, None)
-    if block_m < 64 or head_dim <= 64:
-        return Tile(block_m, 4, None)
-    return Tile(64, 4, 128) if one_block or folded_rows <= 64 else Tile(128, 8, 128)
-
-
-def _key_blocks(num_rows: int, window: int, *, causal_prefix: bool) -> tuple[bool, int]:
-    """Whether tail and window fit in one block of keys, and the keys of a block."""
-    span = window + (32 * triton.cdiv(num_rows - 1, 32) if causal_prefix else 0)
-    return span <= 64, 64 if 32 < span <= 64 else 32
-
-
 def _constexprs(tile: Tile, num_rows: int, window: int, *, causal_prefix: bool) -> dict[str, object]:
     """How the keys are gone through: in one block if they fit, else up to the last key that is seen."""
-    one_block, block_n = _key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    one_block, block_n = key_blocks(num_rows, window, causal_prefix=causal_prefix)
     return {
         "CAUSAL_PREFIX": causal_prefix,
         "BLOCK_M": tile.block_m,
@@ -316,7 +281,7 @@ def launch(
     batch, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    one_block, _ = _key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    one_block, _ = key_blocks(num_rows, window, causal_prefix=causal_prefix)
     tile = choose_tile(batch, num_rows * group, head_dim, q.dtype, one_block=one_block)
     if block_m is not None:
         tile = replace(tile, block_m=block_m)
@@ -388,7 +353,7 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         signature |= dict.fromkeys(("page_table_ptr", "prefix_lens_ptr"), "*i32:16")
         signature |= dict.fromkeys(("prefix_lse2_ptr", "sinks_ptr"), "*fp32:16")
         signature |= {"mask_ptr": "*i64:16", "scale_log2": "fp32"}
-        one_block, _ = _key_blocks(window, window, causal_prefix=causal)
+        one_block, _ = key_blocks(window, window, causal_prefix=causal)
         tile = choose_tile(8 if folded > 16 else 1, folded, head_dim, names[query], one_block=one_block)
         constexprs = {
             **({} if sinks else {"sinks_ptr": None}),
