@@ -1,9 +1,11 @@
-"""Benchmarks of the ops that stream rows: scores of draft logits, greedy choice, compaction of a window.
+"""Benchmarks of the ops that stream rows: scores of draft logits, choice of tokens, compaction of a window.
 
-See entry.py for the legend; L layers, R moved rows of a request.
+See entry.py for the legend; L layers, R rows (moved rows of a request), percent 100 * top_p.
 """
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 
@@ -20,6 +22,8 @@ from trtllm_tree.kernels.compact_window_rows import RowTable, compact_window_row
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
+from trtllm_tree.kernels.sampled_tokens import sampled_tokens
+from trtllm_tree.kernels.sampled_tokens import workspace_shape as sampled_workspace_shape
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 _WORD = 4
@@ -77,6 +81,62 @@ def _greedy(case: Case, sets: int, generator: torch.Generator) -> Workload:
     return Workload(
         [call_on(x) for x in logits],
         {"torch argmax": Baseline(lambda: [lambda x=x: x.argmax(dim=-1) for x in logits], 0.0)},
+    )
+
+
+def _sampled_cost(case: Case) -> Cost:
+    # Seed and position are two words each, the four parameters and the token one.
+    return Cost(case["R"] * (case["V"] * case.torch_dtype.itemsize + 9 * _WORD))
+
+
+def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
+    rows, vocab, top_k, device = case["R"], case["V"], case["K"], generator.device
+    top_p = case["percent"] / 100
+    logits = [normal(generator, (rows, vocab), case.torch_dtype) for _ in range(sets)]
+    parameters = {
+        "seeds": torch.arange(rows, device=device),
+        "positions": torch.arange(rows, device=device),
+        "temperatures": torch.ones(rows, device=device),
+        "top_ks": torch.full((rows,), top_k, dtype=torch.int32, device=device),
+        "top_ps": torch.full((rows,), top_p, device=device),
+        "min_ps": torch.zeros(rows, device=device),
+    }
+
+    def call_on(logits: torch.Tensor) -> Call:
+        tokens = logits.new_empty(rows, dtype=torch.int32)
+        workspace = logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64)
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, workspace=workspace)
+
+    def gumbel(logits: torch.Tensor) -> torch.Tensor:
+        return (logits.float() - torch.empty_like(logits, dtype=torch.float32).exponential_().log_()).argmax(
+            dim=-1
+        )
+
+    def by_sorting(logits: torch.Tensor) -> torch.Tensor:
+        # Of a top-k, only that many are sorted; of a top-p alone, all.
+        best, ids = logits.float().topk(top_k or vocab)
+        probabilities = best.softmax(dim=-1)
+        behind = probabilities.cumsum(dim=-1) - probabilities
+        kept = torch.where(behind < top_p, probabilities, 0.0)
+        return ids.gather(1, kept.multinomial(1)).squeeze(1)
+
+    def flashinfer() -> list[Call]:
+        sampling = importlib.import_module("flashinfer.sampling")
+        # It takes float32 only; the cast is part of the job.
+        if is_plain:
+            return [lambda x=x: sampling.sampling_from_logits(x.float()) for x in logits]
+        draw, count = sampling.top_k_top_p_sampling_from_logits, top_k or vocab
+        return [lambda x=x: draw(x.float(), count, top_p) for x in logits]
+
+    # Each draws with noise of its own: equal in law, not in tokens.
+    is_plain = top_k == 0 and top_p == 1
+    name, torch_draw = ("Gumbel", gumbel) if is_plain else ("sort", by_sorting)
+    return Workload(
+        [call_on(x) for x in logits],
+        {
+            f"{name} of torch": Baseline(lambda: [lambda x=x: torch_draw(x) for x in logits]),
+            "FlashInfer sampling": Baseline(flashinfer),
+        },
     )
 
 
@@ -155,6 +215,16 @@ ROW_OPS = (
         tuple(Case({"R": r, "V": 128256}, "bfloat16") for r in (256, 32, 1024)),
         _greedy_cost,
         _greedy,
+    ),
+    OpBench(
+        "sampled_tokens",
+        ("tests/kernels/test_sampled_tokens.py",),
+        tuple(
+            Case({"R": r, "V": 128256, "K": k, "percent": percent}, "bfloat16")
+            for r, k, percent in ((1024, 0, 100), (1024, 50, 95), (1024, 0, 95), (32, 0, 100), (32, 50, 95))
+        ),
+        _sampled_cost,
+        _sampled,
     ),
     OpBench(
         "compact_window_rows",

@@ -1,0 +1,362 @@
+"""sampled_tokens: plain Python, the torch reference and the Triton kernel agree, and what they draw has the law."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.oracles.seeded_draw import gumbel as exact_gumbel
+from tests.oracles.seeded_draw import law, philox, seeded_draw
+from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
+from trtllm_tree.kernels.sampled_tokens import triton as kernel
+from trtllm_tree.kernels.sampled_tokens.reference import gumbel, reference
+from trtllm_tree.kernels.sampled_tokens.reference import philox as torch_philox
+
+# Counter, key and words of kat_vectors, the file that comes with the Random123 library.
+KNOWN = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+# (temperature, top_k, top_p, min_p): greedy, plain, each filter alone, all together, and filters that keep one or all.
+SETTINGS = (
+    (0.0, 0, 1.0, 0.0),
+    (0.0, 3, 0.5, 0.1),
+    (0.3, 0, 1.0, 0.0),
+    (1.0, -1, 1.5, -1.0),
+    (1.5, 0, 1.0, 0.0),
+    (0.8, 5, 1.0, 0.0),
+    (1.2, 0, 0.83, 0.0),
+    (1.0, 0, 1.0, 0.07),
+    (1.4, 40, 0.91, 0.013),
+    (1.1, 3, 0.6, 0.0),
+    (2.0, 1, 1.0, 0.0),
+    (2.0, 0, 0.0, 0.0),
+    (2.0, 0, 1.0, 1.0),
+    (0.7, 10**9, 0.97, 0.0),
+)
+Parameters = dict[str, torch.Tensor]
+
+
+def parameters(settings: list[tuple[float, int, float, float]], device: str, *, seed: int = 0) -> Parameters:
+    """A row each, with seeds and positions of every sign and size."""
+    temperatures, top_ks, top_ps, min_ps = zip(*settings, strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    wide = {"low": -(2**63), "high": 2**63 - 1, "size": (2, len(settings)), "generator": generator}
+    seeds, positions = torch.randint(**wide)
+    seeds[::3] %= 100
+    positions[::2] %= 5000
+    values: Parameters = {
+        "seeds": seeds,
+        "positions": positions & (2**62 - 1),
+        "temperatures": torch.tensor(temperatures),
+        "top_ks": torch.tensor(top_ks, dtype=torch.int32),
+        "top_ps": torch.tensor(top_ps),
+        "min_ps": torch.tensor(min_ps),
+    }
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def oracle(logits: torch.Tensor, given: Parameters) -> list[int]:
+    rows = logits.float().tolist()
+    columns = [given[name].tolist() for name in given]
+    return [seeded_draw(row, *arguments) for row, *arguments in zip(rows, *columns, strict=True)]
+
+
+def by_reference(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
+    tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
+    reference(logits, *given.values(), tokens)
+    return tokens
+
+
+def by_kernel(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
+    tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
+    workspace = torch.zeros(workspace_shape(len(logits)), dtype=torch.int64, device=logits.device)
+    kernel.launch(logits, *given.values(), tokens, workspace)
+    assert not workspace.any()
+    return tokens
+
+
+def hostile_logits(vocab: int, rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows strided so that most of them are not aligned; many logits are -inf, and bf16 makes many of them equal."""
+    logits = torch.randn(rows, vocab + 3).mul(3)
+    logits[:, vocab // 2 : vocab // 2 + vocab // 5] = -torch.inf
+    return logits.to(dtype)[:, :vocab].to(device)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_the_noise_comes_from_the_published_generator(counter, key, words, device: str) -> None:
+    assert philox(counter, key) == words
+    seed = torch.tensor([key[0] + key[1] * 2**32 - (2**64 if key[1] >= 2**31 else 0)])
+    assert torch.cat(torch_philox(*torch.tensor(counter).unsqueeze(1), seed)).tolist() == list(words)
+    signed = [word - 2**32 if word >= 2**31 else word for word in counter]
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    counter_on = torch.tensor(signed, dtype=torch.int32, device=device)
+    philox_kernel[(1,)](seed.to(device), counter_on, out)
+    assert out.tolist() == list(words)
+
+
+@triton.jit
+def philox_kernel(seed_ptr, counter_ptr, out_ptr):
+    c0, c1 = tl.load(counter_ptr), tl.load(counter_ptr + 1)
+    c2, c3 = tl.load(counter_ptr + 2), tl.load(counter_ptr + 3)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3)
+    tl.store(out_ptr, w0.to(tl.int64))
+    tl.store(out_ptr + 1, w1.to(tl.int64))
+    tl.store(out_ptr + 2, w2.to(tl.int64))
+    tl.store(out_ptr + 3, w3.to(tl.int64))
+
+
+_gumbel_of_word = kernel._gumbel
+
+
+@triton.jit
+def gumbel_kernel(word_ptr, out_ptr, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(out_ptr + index, _gumbel_of_word(tl.load(word_ptr + index)))
+
+
+def test_noise_is_finite_and_exact_where_draws_are_decided(device: str) -> None:
+    edges = [
+        0,
+        1,
+        2,
+        2**31 - 1,
+        2**31,
+        2**31 + 1,
+        2**32 - 1,
+        2**32 - 2,
+        2**32 - 3,
+        2**32 - 2**8,
+        2**32 - 2**20,
+    ]
+    words = torch.cat(
+        [torch.tensor(edges), torch.randint(2**32, (256 - len(edges),), generator=torch.Generator())]
+    )
+    want = torch.tensor([exact_gumbel(word) for word in words.tolist()], dtype=torch.float64)
+    out = torch.zeros(256, device=device)
+    signed = torch.where(words >= 2**31, words - 2**32, words).int()
+    gumbel_kernel[(1,)](signed.to(device), out, SIZE=256)
+    for got in (gumbel(words), out.cpu()):
+        # An error of the noise is an error of the logarithm of a probability; -1/2 + 1/2 is nowhere near here.
+        assert (got.double() - want).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        *((vocab, dtype) for vocab in (1, 7, 1000) for dtype in (torch.float32, torch.bfloat16)),
+        (1000, torch.float16),
+        (4099, torch.float32),
+        (4099, torch.bfloat16),
+    ],
+)
+def test_three_derivations_agree_in_one_batch_of_everything(
+    vocab: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(vocab)
+    logits = hostile_logits(vocab, len(SETTINGS), dtype, device)
+    given = parameters(list(SETTINGS), device, seed=vocab)
+    want = oracle(logits, given)
+    assert by_reference(logits, given).tolist() == want
+    assert by_kernel(logits, given).tolist() == want
+
+
+def test_a_large_vocabulary_agrees_as_well(device: str) -> None:
+    torch.manual_seed(5)
+    logits = hostile_logits(50257, 3, torch.float32, device)
+    given = parameters([(1.0, 0, 1.0, 0.0), (0.9, 50, 0.95, 0.0), (1.3, 0, 0.9, 0.0)], device)
+    want = oracle(logits, given)
+    assert by_reference(logits, given).tolist() == want
+    assert by_kernel(logits, given).tolist() == want
+
+
+@pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (1.3, 20, 0.9, 0.001), (0.0, 0, 1.0, 0.0)])
+def test_infinities_and_nan(setting, device: str) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(7, 5000)
+    logits[0, 4999] = torch.nan
+    logits[1, 0], logits[1, 4990] = -torch.nan, torch.inf
+    logits[2] = -torch.inf
+    logits[3, [4097, 4998]] = torch.inf
+    logits[4] = -torch.inf
+    logits[4, 4500] = -3e38
+    logits[5] = torch.nan
+    logits[6, 17] = 3e38
+    given = parameters([setting] * 7, device)
+    for draw in (by_reference, by_kernel):
+        # Of equally infinite logits the noise tells none apart: the lower id.
+        assert draw(logits.to(device), given).tolist() == [-1, -1, 0, 4097, 4500, -1, 17]
+
+
+def test_ties_at_a_boundary_go_to_the_lower_ids(device: str) -> None:
+    # Whatever is drawn from equal logits: ids 0 to 2 by count, 0 to 3 by half of the mass of 8.
+    for setting, kept in (((1.0, 3, 1.0, 0.0), 3), ((1.0, 0, 0.5, 0.0), 4), ((1.0, 6, 0.5, 0.0), 3)):
+        for value, dtype in ((0.0, torch.float32), (-5.0, torch.bfloat16)):
+            logits = torch.full((60, 8), value, dtype=dtype, device=device)
+            given = parameters([setting] * 60, device)
+            tokens = by_reference(logits, given).tolist()
+            assert set(tokens) == set(range(kept))
+            assert by_kernel(logits[:6], {name: x[:6] for name, x in given.items()}).tolist() == tokens[:6]
+    # Ties behind larger logits, over several blocks: 2 above, then 3 of the equal ones.
+    logits = torch.zeros(24, 5000, dtype=torch.bfloat16)
+    logits[:, [4000, 4400]] = 1.0
+    logits[:, [1, 4999]] = -1.0
+    given = parameters([(3.0, 5, 1.0, 0.0)] * 24, device)
+    tokens = by_reference(logits.to(device), given).tolist()
+    assert set(tokens) == {0, 2, 3, 4000, 4400}
+    assert by_kernel(logits.to(device), given).tolist() == tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_boundary_among_neighbouring_floats_is_found(dtype: torch.dtype, device: str) -> None:
+    # Eight neighbours of 1 in bf16, three ids each: a boundary inside and at the end of every group of ties.
+    row = (1 + torch.arange(24).remainder(8) / 128).to(dtype)
+    many = parameters([(1.0, 0, 1.0, 0.0)] * 2000, device)
+    plain = by_reference(row.expand(2000, 24).to(device), many).tolist()
+    order = sorted(range(24), key=lambda i: (-row[i].item(), i))
+    # Draws that without the filter fall on the last kept id, and on the first one left out.
+    cases = [(k, plain.index(order[place])) for k in range(1, 24) for place in (k - 1, k)]
+    given = {name: value[[case for _, case in cases]] for name, value in many.items()}
+    given["top_ks"] = torch.tensor([k for k, _ in cases], dtype=torch.int32, device=device)
+    logits = row.expand(len(cases), 24).contiguous().to(device)
+    want = oracle(logits, given)
+    assert want[::2] == order[:23]
+    assert by_reference(logits, given).tolist() == want
+    assert by_kernel(logits, given).tolist() == want
+
+
+def test_minus_zero_ties_with_zero(device: str) -> None:
+    logits = torch.zeros(16, 8)
+    logits[:, :4] = -0.0
+    given = parameters([(1.0, 3, 1.0, 0.0)] * 16, device)
+    for draw in (by_reference, by_kernel):
+        assert set(draw(logits.to(device), given).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.75, 0.875])
+def test_where_rounding_decides_top_p_is_off_by_one_token_at_most(top_p: float, device: str) -> None:
+    probabilities = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 32])
+    logits = probabilities.log().expand(24, 6).contiguous().to(device)
+    exact = round(-math.log2(1 - top_p))
+    given = parameters([(1.0, 0, top_p, 0.0)] * 24, device)
+    for draw in (by_reference, by_kernel):
+        drawn = set(draw(logits, given).tolist())
+        assert set(range(exact)) <= drawn <= set(range(exact + 1))
+
+
+def test_a_row_depends_on_nothing_but_its_own_arguments(device: str) -> None:
+    torch.manual_seed(2)
+    logits = hostile_logits(4500, len(SETTINGS), torch.float32, device)
+    given = parameters(list(SETTINGS), device)
+    tokens = by_kernel(logits, given)
+    order = torch.randperm(len(SETTINGS))[:9].to(device)
+    some = {name: value[order] for name, value in given.items()}
+    assert torch.equal(by_kernel(logits[order].contiguous(), some), tokens[order])
+    # Other rows turn to NaN, and the reference, whose work depends on who else draws, is as independent.
+    others = logits.clone()
+    others[::2] = torch.nan
+    for draw in (by_kernel, by_reference):
+        assert torch.equal(draw(others, given)[1::2], tokens[1::2])
+    assert torch.equal(by_reference(logits[order], some), tokens[order])
+
+
+def test_every_half_of_seed_and_position_changes_the_draw(device: str) -> None:
+    logits = torch.zeros(5, 1000, device=device)
+    given = parameters([(1.0, 0, 1.0, 0.0)] * 5, device)
+    given["seeds"] = torch.tensor([1, 2, 1 + 2**32, 1, 1], device=device)
+    given["positions"] = torch.tensor([9, 9, 9, 10, 9 + 2**32], device=device)
+    for draw in (by_reference, by_kernel):
+        assert len(set(draw(logits, given).tolist())) == 5
+
+
+LOGITS = [1.5, 0.3, -0.8, 2.0, 0.0, 1.0, -2.5, 0.7]
+NUM_DRAWS = 200_000
+
+
+def p_value(tokens: torch.Tensor, probabilities: dict[int, float]) -> float:
+    """Of Pearson's chi-square test of `tokens` against a law over ids below 8."""
+    counts = torch.bincount(tokens.cpu().long(), minlength=8).double()
+    expected = torch.tensor([probabilities.get(i, 0.0) for i in range(8)], dtype=torch.float64) * len(tokens)
+    if counts[expected == 0].any():
+        return 0.0
+    legal = expected > 0
+    assert expected[legal].min() > 5, "too few draws for the test"
+    statistic = ((counts - expected)[legal].square() / expected[legal]).sum()
+    freedom = torch.tensor((int(legal.sum()) - 1) / 2, dtype=torch.float64)
+    return 1.0 if freedom == 0 else float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        (0.5, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (1.5, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.5, 0, 0.8, 0.0),
+        (0.5, 6, 0.9, 0.05),
+    ],
+)
+@pytest.mark.parametrize("varies", ["positions", "seeds"])
+def test_draws_have_the_law(setting, varies: str, device: str) -> None:
+    given = {name: x.expand(NUM_DRAWS).contiguous() for name, x in parameters([setting], device).items()}
+    given[varies] = torch.arange(NUM_DRAWS, device=device)
+    logits = torch.tensor(LOGITS, device=device).expand(NUM_DRAWS, 8)
+    want = law(torch.tensor(LOGITS).tolist(), *setting)
+    tokens = sampled_tokens(logits, **given)
+    assert p_value(tokens, want) > 0.001
+    # The test's own power: neither the temperature nor a filter may be missing.
+    hotter = dict(given, temperatures=given["temperatures"] * 1.1)
+    assert p_value(sampled_tokens(logits, **hotter), want) < 1e-6
+    if setting[1:] != (0, 1.0, 0.0):
+        unfiltered = {
+            "top_ks": torch.zeros_like(given["top_ks"]),
+            "top_ps": torch.ones_like(given["top_ps"]),
+            "min_ps": torch.zeros_like(given["min_ps"]),
+        }
+        assert p_value(sampled_tokens(logits, **{**given, **unfiltered}), want) < 1e-6
+
+
+def test_neighbouring_positions_and_ids_are_drawn_independently(device: str) -> None:
+    given = {
+        name: x.expand(NUM_DRAWS).contiguous() for name, x in parameters([(1.0, 0, 1.0, 0.0)], device).items()
+    }
+    given["positions"] = torch.arange(NUM_DRAWS, device=device)
+    tokens = sampled_tokens(torch.zeros(NUM_DRAWS, 8, device=device), **given)
+    uniform = dict.fromkeys(range(8), 1 / 8)
+    assert p_value(tokens, uniform) > 0.001
+    # The difference of two independent uniform draws is uniform modulo 8.
+    assert p_value((tokens[1:] - tokens[:-1]) % 8, uniform) > 0.001
+
+
+def test_outputs_and_workspace_are_the_callers_and_serve_call_after_call(device: str, monkeypatch) -> None:
+    monkeypatch.setenv("TLLM_TREE_KERNELS", "triton")
+    workspace = torch.zeros(workspace_shape(8), dtype=torch.int64, device=device)
+    tokens = torch.full((8,), 12345, dtype=torch.int32, device=device)
+    # Each call's logits are lower than those before it: a maximum left behind would win.
+    for rows, vocab, peak in ((8, 9000, 50.0), (3, 5000, -1.0), (8, 100, -70.0)):
+        logits = torch.full((rows, vocab), -900.0, device=device)
+        places = [(7 * row + vocab // 2) % vocab for row in range(rows)]
+        logits[range(rows), places] = peak
+        given = parameters(list(SETTINGS[1 : 1 + rows]), device)
+        returned = sampled_tokens(logits, **given, tokens=tokens[:rows], workspace=workspace)
+        assert returned.data_ptr() == tokens.data_ptr()
+        assert tokens[:rows].tolist() == places
+        assert not workspace.any()
+
+
+@pytest.mark.parametrize("name", ["seeds", "positions", "temperatures", "top_ks", "top_ps", "min_ps"])
+def test_parameters_of_another_type_or_size_are_refused_by_name(name: str, device: str) -> None:
+    logits = torch.zeros(4, 10, device=device)
+    given = parameters([(1.0, 0, 1.0, 0.0)] * 4, device)
+    for wrong in (given[name][:3], given[name].half(), given[name].repeat_interleave(2)[::2]):
+        with pytest.raises(AssertionError, match=name):
+            sampled_tokens(logits, **{**given, name: wrong})

@@ -1,0 +1,96 @@
+"""Op `sampled_tokens`: the seeded draw of every logits row, each with its own sampling parameters.
+
+Owns the law, the noise, the workspace layout, the checks and the dispatch. It must not know what a row is (a decode
+row, a tree node) or how its position came about.
+
+Legend: M rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_tree.kernels.dispatch import use_triton
+
+
+def workspace_shape(num_rows: int) -> tuple[int, int]:
+    """Shape of the int64 workspace.
+
+    A row holds its best id so far with what makes it the best, as one number, and a counter of finished tiles. It
+    must be zero when it is first used; the op leaves it zero.
+    """
+    return num_rows, 2
+
+
+def sampled_tokens(
+    logits: torch.Tensor,
+    *,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gumbel-max draw of each row, keyed by its seed and position; -1 for a row with any NaN.
+
+    Ids are ordered by logit, ties by lower id. With p_i proportional to exp(logit_i / temperature), the kept ids are
+    the first top_k; of these the shortest beginning that holds at least top_p of their probability, one id at least;
+    and of these the ones with p_i >= min_p * max p. The token is the kept id with the largest
+    logit_i + temperature * g_i, ties to the lower id, where g_i = -log(-log(u_i)), u_i = (bits + 1/2) / 2**32, and
+    bits is word i % 4 of Philox4x32-10 (Salmon et al. 2011) with the two halves of the seed as its key, low first,
+    and the counter (i // 4, low half of position, high half, 0). At temperature 0 that is the argmax.
+
+    Probabilities are compared as multiples of 2**-40 of the largest, whose sum no order of adding changes.
+    A row's token depends on its own arguments only.
+
+    Args:
+        logits: float32, bfloat16 or float16 [M, V], last dim contiguous, rows may be strided.
+        seeds: int64 [M], any value.
+        positions: int64 [M], the position in its request that the drawn token will have.
+        temperatures: float32 [M], >= 0.
+        top_ks: int32 [M]; <= 0 keeps all.
+        top_ps: float32 [M]; >= 1 keeps all.
+        min_ps: float32 [M]; <= 0 keeps all.
+        tokens: int32 [M] output, allocated when None.
+        workspace: int64 of at least `workspace_shape(M)`, contiguous, zero at first use; allocated when None. Calls
+            that may overlap need one each. The reference ignores it.
+
+    All one-dimensional tensors are contiguous. With tokens and workspace given nothing is allocated and nothing
+    syncs on a GPU (CUDA-graph safe).
+
+    Returns:
+        tokens, every element written.
+    """
+    assert logits.dim() == 2 and logits.stride(1) == 1, "logits must be [M, V] with a contiguous last dim"
+    num_rows = logits.shape[0]
+    tokens = logits.new_empty(num_rows, dtype=torch.int32) if tokens is None else tokens
+    for name, tensor, dtype in (
+        ("seeds", seeds, torch.int64),
+        ("positions", positions, torch.int64),
+        ("temperatures", temperatures, torch.float32),
+        ("top_ks", top_ks, torch.int32),
+        ("top_ps", top_ps, torch.float32),
+        ("min_ps", min_ps, torch.float32),
+        ("tokens", tokens, torch.int32),
+    ):
+        assert tensor.dtype == dtype and tensor.shape == (num_rows,), f"{name} must be {dtype} [M]"
+        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    parameters = (seeds, positions, temperatures, top_ks, top_ps, min_ps)
+    if use_triton(logits):
+        from trtllm_tree.kernels.sampled_tokens.triton import launch
+
+        needed = workspace_shape(num_rows)
+        workspace = logits.new_zeros(needed, dtype=torch.int64) if workspace is None else workspace
+        assert workspace.dtype == torch.int64 and workspace.is_contiguous(), "workspace must be int64 rows"
+        assert workspace.shape[0] >= needed[0] and workspace.shape[1:] == needed[1:], (
+            f"workspace is not {needed}"
+        )
+        launch(logits, *parameters, tokens, workspace)
+    else:
+        from trtllm_tree.kernels.sampled_tokens.reference import reference
+
+        reference(logits, *parameters, tokens)
+    return tokens
