@@ -99,7 +99,7 @@ def test_a_wrong_number_of_parameters_names_the_option(llm: LLM) -> None:
 
 def test_in_a_list_the_request_that_cannot_be_served_fails_alone(llm: LLM) -> None:
     prompts = ["abc", [], [5, 100_000], [5] * 250, "abc", "abc", "abc"]
-    params = [_params()] * 4 + [_params(temperature=0.5), _params(None), _params()]  # type: ignore[arg-type]
+    params = [_params()] * 4 + [_params(temperature=-0.5), _params(None), _params()]  # type: ignore[arg-type]
     outputs = llm.generate(prompts, params)
     options = [
         [problem.option for problem in output.error.problems] if output.error else [] for output in outputs

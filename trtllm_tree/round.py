@@ -108,7 +108,9 @@ class SpecRound:
 
     def close_window(self, batch: RoundBatch, window: VerifyWindow, logits: torch.Tensor) -> Accepted:
         """Verify the window by the target's `logits` [B*N, V], keep the path, and draft the next window."""
-        accepted = self.sampler.verify(logits, window.tokens, tree=window.tree)
+        accepted = self.sampler.verify(
+            logits, window.tokens, tree=window.tree, slots=batch.slots, positions=window.positions
+        )
         self._compact(batch, window, accepted)
         features = self._hidden[: logits.shape[0]].view(*window.tokens.shape, -1)
         candidates = self.drafter.draft(

@@ -62,6 +62,21 @@ def test_one_run_prints_its_text_and_its_ids(
     assert isinstance(report["text"], str)
 
 
+def test_sampled_runs_of_a_comparison_share_the_seed_that_is_printed(
+    config: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw", "--max-tokens", "12", "--json"]
+    argv += ["--temperature", "1.2", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01"]
+    assert main([*argv, "--compare"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.strip().splitlines()[-1])
+    seed = printed.err.split("seed ")[1].split()[0]
+    assert report["identical"] is True
+    assert main([*argv, "--seed", seed]) == 0
+    again = _last_json(capsys)["token_ids"]
+    assert again == report["plain"]["token_ids"] != _plain_ids(tiny_target, 12)
+
+
 def test_a_config_without_a_head_cannot_be_compared(
     tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

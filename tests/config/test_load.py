@@ -213,7 +213,10 @@ def test_a_request_is_greedy_and_valid_by_default() -> None:
         ("max_tokens", True, "positive integer"),
         ("temperature", -0.1, ">= 0"),
         ("temperature", float("nan"), ">= 0"),
-        ("temperature", 0.7, "only greedy decoding is served so far"),
+        ("temperature", 2e6, "at most 1000000"),
+        ("temperature", "0.7", "must be a number"),
+        ("min_p", -0.1, "0 <= min_p <= 1"),
+        ("min_p", 1.5, "0 <= min_p <= 1"),
         ("top_p", 0, "0 < top_p <= 1"),
         ("top_p", 1.01, "0 < top_p <= 1"),
         ("top_k", -1, ">= 0"),
@@ -239,7 +242,7 @@ def test_a_request_option_that_cannot_be_honoured_is_named_not_raised(
 
 
 def test_all_wrong_options_of_a_request_are_found_together() -> None:
-    problems = SamplingParams(max_tokens=-1, temperature=2, n=3, stop=[""]).validate()
+    problems = SamplingParams(max_tokens=-1, temperature=-2, n=3, stop=[""]).validate()
     assert {problem.option for problem in problems} == {"max_tokens", "temperature", "n", "stop"}
 
 

@@ -19,6 +19,7 @@ from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, targ
 from trtllm_tree.engine.plain import PlainDecode
 from trtllm_tree.engine.request import Request
 from trtllm_tree.errors import RequestError, UnsupportedError
+from trtllm_tree.sampling.gumbel import SlotDraws
 
 EOS = 2
 NUM_TOKENS = 24
@@ -80,10 +81,12 @@ def _engine(
             )
         ]
     )
+    draws = SlotDraws(max_batch_size + 1, max_batch_size, device=runner.device)
     return Engine(
         runner,
         cache,
-        PlainDecode(max_batch_size + 1, runner.device, TorchDecodeAttention()),
+        PlainDecode(max_batch_size + 1, runner.device, TorchDecodeAttention(), draws),
+        draws,
         tokenizer=None,
         eos_ids=[EOS],
         max_batch_size=max_batch_size,
@@ -205,9 +208,9 @@ def _options(engine: Engine, prompt: list[Any], params: SamplingParams) -> list[
 
 def test_every_reason_is_named_at_once(runner: ModelRunner) -> None:
     engine = _engine(runner)
-    bad = _params(200, temperature=0.7, n=2)
+    bad = _params(200, temperature=-0.7, n=2)
     assert _options(engine, [5, 300, -1], bad) == ["max_tokens", "n", "prompt", "temperature"]
-    assert _options(engine, [], _params(temperature=1.0)) == ["prompt", "temperature"]
+    assert _options(engine, [], _params(temperature=-1.0)) == ["prompt", "temperature"]
     assert not engine.has_work
 
 

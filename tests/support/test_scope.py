@@ -139,9 +139,10 @@ def test_every_refused_line_has_a_case_here(host: Any) -> None:
     assert set(refused(host)) <= {*FILE_ASKS, *MODEL_ASKS} | ELSEWHERE
 
 
-def test_sampling_is_refused_for_the_request_in_the_words_of_its_line() -> None:
-    (problem,) = SamplingParams(temperature=0.7).validate()
-    assert LINES["sampled"].owns(problem) and LINES["sampled"].embedded == Refused(problem.rule)
+def test_sampling_is_served_by_the_embedded_host_only() -> None:
+    assert SamplingParams(temperature=0.7).validate() == []
+    assert isinstance(LINES["sampled"].embedded, Supported)
+    assert isinstance(LINES["sampled"].tensorrt_llm, Refused)
 
 
 def test_every_key_that_a_tree_does_not_go_with_is_a_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     add_run_arguments(parser)
+    _add_sampling_arguments(parser)
     parser.add_argument(
         "--compare", action="store_true", help="run plain, chain and tree, and say whether they agree"
     )
@@ -50,6 +52,30 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the user's message")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt into the chat template")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "greedy unless a temperature above 0 is given")
+    group.add_argument("--temperature", type=float, help="what logits are divided by (default: 0)")
+    group.add_argument("--top-k", type=int, help="draw among the likeliest K tokens")
+    group.add_argument(
+        "--top-p", type=float, help="of these, among the likeliest that hold P of the probability"
+    )
+    group.add_argument("--min-p", type=float, help="of these, among those P times as likely as the likeliest")
+    group.add_argument("--seed", type=int, help="of the draws (default: a new one, which is printed)")
+
+
+def _sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Sampling parameters of the command line; a missing seed is drawn here, so that every run has the same."""
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    return replace(params, seed=secrets.randbits(64)) if params.is_sampled and args.seed is None else params
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
@@ -89,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()
     config = config_of(args)
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = _sampling_of(args)
     console = Console(stderr=args.json)
+    if params.is_sampled and args.seed is None:
+        console.print(f"[dim]seed {params.seed}[/dim]", highlight=False)
     if args.compare:
         return _compare(config, params, args, console)
     output, seconds = _timed(config, params, args, warm_up=False)

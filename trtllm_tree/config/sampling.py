@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.errors import Problem
 
-GREEDY_RULE = "only greedy decoding is served so far"
+# Far above any use, and small enough that no float32 overflows.
+MAX_TEMPERATURE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +22,11 @@ class SamplingParams:
 
     Args:
         max_tokens: tokens to generate at most.
-        temperature: None or 0 decodes greedily; nothing else is served yet.
-        top_p, top_k, seed: change nothing under greedy decoding; checked and accepted.
+        temperature: None or 0 decodes greedily, whatever the other sampling options say.
+        top_k: draw among the `top_k` likeliest tokens; 0 or None: among all.
+        top_p: of these, among the likeliest that together hold at least this much probability.
+        min_p: of these, among tokens at least `min_p` times as likely as the likeliest.
+        seed: same seed, same tokens, however the request is batched and whatever is drafted. None draws one.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, besides the model's own end token.
         include_stop_str_in_output: keep the stop string in the text.
@@ -35,6 +39,7 @@ class SamplingParams:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -42,6 +47,11 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn and not the likeliest."""
+        return bool(self.temperature)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -60,15 +70,16 @@ class SamplingParams:
 
     def _sampling_problems(self) -> list[Problem]:
         problems = []
-        if self.temperature is not None:
-            if not _is_number(self.temperature) or self.temperature < 0:
-                problems.append(_wrong("temperature", self.temperature, "must be a number >= 0", 0))
-            elif self.temperature > 0:
-                problems.append(_wrong("temperature", self.temperature, GREEDY_RULE, 0))
+        temperature = self.temperature
+        if temperature is not None and not (_is_number(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+            rule = f"must be a number >= 0, at most {MAX_TEMPERATURE:.0f}"
+            problems.append(_wrong("temperature", temperature, rule, 1.0))
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             problems.append(_wrong("top_p", self.top_p, "must be a number with 0 < top_p <= 1", 1.0))
         if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 0):
             problems.append(_wrong("top_k", self.top_k, "must be an integer >= 0 (0 keeps every token)", 0))
+        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            problems.append(_wrong("min_p", self.min_p, "must be a number with 0 <= min_p <= 1", 0))
         if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed < 2**64):
             problems.append(_wrong("seed", self.seed, "must be an integer with 0 <= seed < 2**64", 0))
         if not is_int(self.n) or self.n < 1:

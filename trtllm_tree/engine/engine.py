@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,11 +17,10 @@ from trtllm_tree.engine.decode_step import DecodeGraphs, DecodeStep
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.model_runner import ModelRunner
 from trtllm_tree.engine.output import OutputText
-from trtllm_tree.engine.ports import DecodeHook, ForwardBatch, Segment
+from trtllm_tree.engine.ports import DecodeHook, ForwardBatch, Segment, TokenDraws
 from trtllm_tree.engine.request import Request
 from trtllm_tree.engine.scheduler import Scheduler
 from trtllm_tree.errors import Problem, RequestError
-from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 
 
 class Engine:
@@ -30,6 +30,7 @@ class Engine:
         runner: the target model.
         cache: KV pools; the last row of each page table is the pad row.
         hook: owns the decode step.
+        draws: choose the tokens behind prompts; the hook's own.
         tokenizer: for text and stop strings.
         eos_ids: the model's stop tokens.
         max_batch_size: requests that run at once.
@@ -43,6 +44,7 @@ class Engine:
         runner: ModelRunner,
         cache: KVCache,
         hook: DecodeHook,
+        draws: TokenDraws,
         *,
         tokenizer: Any | None,
         eos_ids: Sequence[int],
@@ -55,6 +57,7 @@ class Engine:
         self.max_seq_len = max_seq_len
         self.target_forwards = 0
         self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
+        self._draws = draws
         self._ids = count()
         step = DecodeStep(runner, cache, hook)
         self._decode_step: DecodeStep | DecodeGraphs = step
@@ -77,7 +80,9 @@ class Engine:
         if problems:
             raise RequestError(problems)
         output = OutputText(self._tokenizer, params, self._eos_ids)
-        request = Request(next(self._ids), list(prompt_ids), params, output)
+        # Kept by the request, so that whatever runs it again repeats it.
+        seed = secrets.randbits(64) if params.is_sampled and params.seed is None else params.seed or 0
+        request = Request(next(self._ids), list(prompt_ids), params, output, seed)
         self._scheduler.add(request, self.hook.max_kv_extent(request.token_limit))
         return request
 
@@ -94,6 +99,7 @@ class Engine:
         for request in self._scheduler.admit():
             assert request.slot is not None, "an admitted request has a slot"
             self.hook.reset(request.slot)
+            self._draws.reset(request.slot, request.params, request.seed)
         if plan := self._scheduler.next_prefill():
             return self._prefill(plan)
         if requests := self._scheduler.decoding():
@@ -130,7 +136,7 @@ class Engine:
         segments = [segment for _, segment in plan]
         for segment in segments:
             self.cache.reserve(segment.slot, segment.end)
-        last_rows = [s.row + s.length - 1 for s in segments if s.is_last]
+        ended = [s for s in segments if s.is_last]
         slots = self._tensor([segment.slot for segment in segments])
         tables = tuple(group.page_table[slots] for group in self.cache.groups)
         batch = ForwardBatch(
@@ -139,9 +145,12 @@ class Engine:
             write_slots=self.segment_slots(segments, tables),
             page_tables=tables,
             attention=PrefillAttention(segments, self.runner.device),
-            logit_rows=self._tensor(last_rows),
+            logit_rows=self._tensor([s.row + s.length - 1 for s in ended]),
         )
-        first_tokens = iter(greedy_tokens(self.runner.forward(batch, self.cache)).tolist())
+        logits = self.runner.forward(batch, self.cache)
+        last_positions = self._tensor([s.end - 1 for s in ended]).unsqueeze(1)
+        drawn = self._draws.draw(logits, self._tensor([s.slot for s in ended]), last_positions)
+        first_tokens = iter(drawn.tolist())
         going_on = []
         for request, segment in plan:
             request.committed_len = segment.end

@@ -1,4 +1,4 @@
-"""Plain decoding: one row a request, one greedy token a step."""
+"""Plain decoding: one row a request, one token a step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from trtllm_tree.engine.ports import DecodeAttentionFactory, DecodeBatch, DecodeWindow, Segment, StepTokens
-from trtllm_tree.kernels.greedy_tokens import greedy_tokens
+from trtllm_tree.engine.ports import (
+    DecodeAttentionFactory,
+    DecodeBatch,
+    DecodeWindow,
+    Segment,
+    StepTokens,
+    TokenDraws,
+)
 
 
 class PlainDecode:
@@ -17,12 +23,15 @@ class PlainDecode:
         num_slots: pool slots, the pad slot included.
         device: where its one map lives.
         attention: makes the decode rows' attention.
+        draws: choose the tokens.
     """
 
     window_len = 1
 
-    def __init__(self, num_slots: int, device: torch.device, attention: DecodeAttentionFactory) -> None:
-        self._attention = attention
+    def __init__(
+        self, num_slots: int, device: torch.device, attention: DecodeAttentionFactory, draws: TokenDraws
+    ) -> None:
+        self._attention, self._draws = attention, draws
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     @property
@@ -57,7 +66,7 @@ class PlainDecode:
         )
 
     def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:
-        """Take the argmax, ties to the lower id; -1 where a logit is NaN."""
-        tokens = greedy_tokens(logits)
+        """The draw behind every request's last token; -1 where a logit is NaN."""
+        tokens = self._draws.draw(logits, batch.slots, window.positions)
         self._last_tokens[batch.slots] = tokens
         return StepTokens(tokens.unsqueeze(1), torch.ones_like(tokens))

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from trtllm_tree.config.sampling import SamplingParams
+
 
 class AttentionBackend(Protocol):
     """Attention for the rows of one forward, whose K/V are already in the cache."""
@@ -121,6 +123,22 @@ class StepTokens:
 
     tokens: torch.Tensor
     num_tokens: torch.Tensor
+
+
+class TokenDraws(Protocol):
+    """Chooses the target's tokens, each request's by its own sampling parameters."""
+
+    def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
+        """A request with these parameters takes pool slot `slot`."""
+        ...
+
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Tokens int32 [B*R] behind the rows of `logits` [B*R, V]; -1 where a logit is NaN.
+
+        `slots` int64 [B] and `positions` int64 [B, R] say whose the rows are and where they lie. A token depends on
+        its row's logits, its request's parameters and seed, and its position. The next draw overwrites them.
+        """
+        ...
 
 
 class DecodeAttentionFactory(Protocol):

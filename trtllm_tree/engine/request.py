@@ -14,6 +14,7 @@ class Request:
     """One request.
 
     Attributes:
+        seed: of the sampled tokens: the caller's, or one drawn for this request.
         committed_len: tokens in the KV cache; below the prompt's length while prefilling.
         token_limit: prompt length plus max_tokens.
         slot: pool slot while it runs, else None.
@@ -25,6 +26,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     output: OutputText
+    seed: int = 0
     committed_len: int = 0
     slot: int | None = None
     promised_pages: list[int] = field(default_factory=list)

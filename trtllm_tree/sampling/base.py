@@ -38,11 +38,21 @@ class SamplingBackend(ABC):
     supports_tree_verify: bool = False
 
     @abstractmethod
-    def verify(self, logits: torch.Tensor, tokens: torch.Tensor, *, tree: TreeVerifyBatch | None) -> Accepted:
+    def verify(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        *,
+        tree: TreeVerifyBatch | None,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> Accepted:
         """Decide one verify step.
 
         Args:
             logits: [B*N, V] of the window's rows.
             tokens: int32 [B, N], the window's tokens, root first.
             tree: the rows' tree, or None for a chain.
+            slots: int64 [B], the requests' pool slots.
+            positions: int64 [B, N], where the rows lie: vc + depth of a tree's nodes, vc + i of a chain's.
         """

@@ -8,65 +8,36 @@ from __future__ import annotations
 import torch
 
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens, workspace_shape
-from trtllm_tree.kernels.verify_tree import verify_tree
-from trtllm_tree.sampling.base import Accepted, SamplingBackend
+from trtllm_tree.sampling.base import Accepted
+from trtllm_tree.sampling.walk import WalkSampler
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
 
 
-class GreedySampler(SamplingBackend):
-    """Walks the argmax.
-
-    Args:
-        max_batch: rows of every buffer.
-        num_nodes: N, rows of one request's window.
-        device: where the buffers live.
-        tree: whether trees will be verified; a chain keeps no path.
-    """
+class GreedySampler(WalkSampler):
+    """Walks the argmax, for rounds in which no request samples; arguments as in `WalkSampler`."""
 
     name = "greedy"
-    supports_tree_verify = True
 
     def __init__(self, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool) -> None:
-        ints = {"dtype": torch.int32, "device": device}
-        self._num_nodes = num_nodes
-        self._flag = torch.zeros(max_batch * num_nodes, dtype=torch.bool, device=device)
-        self._target = torch.zeros(max_batch, num_nodes, **ints)
-        self._workspace = torch.zeros(
-            workspace_shape(max_batch * num_nodes), dtype=torch.int64, device=device
-        )
-        self._predict = torch.zeros(max_batch, num_nodes, **ints)
-        self._accept_len = torch.zeros(max_batch, **ints)
-        self._path = torch.zeros(max_batch, num_nodes, **ints) if tree else None
-        self._match = torch.zeros(max_batch, num_nodes, **ints)
-        self._row_index = torch.arange(num_nodes, **ints)
+        super().__init__(max_batch, num_nodes, device=device, tree=tree)
+        num_rows = max_batch * num_nodes
+        self._target = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._workspace = torch.zeros(workspace_shape(num_rows), dtype=torch.int64, device=device)
 
     def target_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The target's choice int32 [B, N] at every row of `logits` [B*N, V]; -1 where a logit is NaN."""
-        target = self._target.view(-1)[: logits.shape[0]]
+        target = self._target[: logits.shape[0]]
         tokens = greedy_tokens(logits, tokens=target, workspace=self._workspace)
         return tokens.view(-1, self._num_nodes)
 
-    def verify(self, logits: torch.Tensor, tokens: torch.Tensor, *, tree: TreeVerifyBatch | None) -> Accepted:
-        """See `SamplingBackend.verify`."""
-        target = self.target_tokens(logits)
-        return self._verify_chain(tokens, target) if tree is None else self._verify_tree(tokens, target, tree)
-
-    def _verify_tree(self, tokens: torch.Tensor, target: torch.Tensor, tree: TreeVerifyBatch) -> Accepted:
-        batch = tokens.shape[0]
-        assert self._path is not None, "a sampler built for chains was given a tree"
-        path, accept_len, predict = self._path[:batch], self._accept_len[:batch], self._predict[:batch]
-        verify_tree(tokens, tree.parents, target, path=path, accept_len=accept_len, predict=predict)
-        return Accepted(predict=predict, accept_len=accept_len, path=path)
-
-    def _verify_chain(self, tokens: torch.Tensor, target: torch.Tensor) -> Accepted:
-        batch, rows = tokens.shape
-        match, accept_len, predict = self._match[:batch], self._accept_len[:batch], self._predict[:batch]
-        # Row i is kept when every candidate up to i equals the target's choice at the row before it.
-        match[:, 0] = 1
-        torch.eq(tokens[:, 1:], target[:, :-1], out=match[:, 1:])
-        torch.cumprod(match, dim=1, dtype=torch.int32, out=match)
-        torch.sum(match, dim=1, dtype=torch.int32, out=accept_len)
-        flag = self._flag[: batch * rows].view(batch, rows)
-        torch.ge(self._row_index.expand(batch, rows), accept_len.unsqueeze(1), out=flag)
-        predict.copy_(target).masked_fill_(flag, -1)
-        return Accepted(predict=predict, accept_len=accept_len, path=None)
+    def verify(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        *,
+        tree: TreeVerifyBatch | None,
+        slots: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> Accepted:
+        """See `SamplingBackend.verify`; an argmax needs no slots and no positions."""
+        return self.accept(tokens, self.target_tokens(logits), tree=tree)

@@ -20,7 +20,6 @@ from trtllm_tree.config.model_rules import (
     SLIDE_BY_MASK_RULE,
     UNQUANTISED_REMEDY,
 )
-from trtllm_tree.config.sampling import GREEDY_RULE
 from trtllm_tree.config.speculative import TRTLLM_MAX_NODES
 from trtllm_tree.config.tree_rules import MAX_NODES
 from trtllm_tree.errors import Problem
@@ -119,11 +118,12 @@ SCOPE: tuple[ScopeLine, ...] = (
     ScopeLine(
         id="greedy", what="Greedy decoding", embedded=_YES, tensorrt_llm=_YES, checked=_REQUEST
     ),
-    both(
-        "sampled",
-        "Sampling above temperature 0 (Gumbel noise keyed by seed and position)",
-        GREEDY_RULE,
-        _REQUEST,
+    ScopeLine(
+        id="sampled",
+        what="Sampling above temperature 0 with top-k, top-p and min-p (Gumbel noise keyed by seed and position)",
+        embedded=_YES,
+        tensorrt_llm=Refused("only greedy decoding is served on this host so far"),
+        checked=_REQUEST,
         options=("temperature",),
     ),
     keyed("rejection", "Recursive rejection sampling", "speculative_config.use_rejection_sampling"),

@@ -33,7 +33,7 @@ from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import EmbeddedKVPool, build_cache
 from trtllm_tree.hosts.embedded.spec_hook import SpecDecode
 from trtllm_tree.round import SpecRound, TreeParts
-from trtllm_tree.sampling.greedy import GreedySampler
+from trtllm_tree.sampling.gumbel import GumbelSampler, SlotDraws
 from trtllm_tree.support.head import head_problems
 from trtllm_tree.support.model_facts import read_model_facts
 from trtllm_tree.support.report import Refused, Supported
@@ -87,11 +87,11 @@ def build_host(
         resolve_tree_support(target_attention.cascade.leaf, draft_attention.cascade.leaf)
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
+    num_slots, device = resolved.max_batch_size + 1, resolved.device
+    draws = SlotDraws(num_slots, resolved.max_batch_size * resolved.window_len, device=device)
     if speculative is None or head_dir is None:
         cache = _cache(resolved, layers, None)
-        hook: PlainDecode | SpecDecode = PlainDecode(
-            resolved.max_batch_size + 1, resolved.device, target_attention.decode
-        )
+        hook: PlainDecode | SpecDecode = PlainDecode(num_slots, device, target_attention.decode, draws)
     else:
         head = load_eagle3_head(
             head_dir,
@@ -101,11 +101,14 @@ def build_host(
             device=resolved.device,
         )
         cache = _cache(resolved, layers, LayerSpec(head.num_kv_heads, head.head_dim))
-        hook = _speculation(speculative, resolved, runner, head, cache, target_attention, draft_attention)
+        hook = _speculation(
+            speculative, resolved, runner, head, cache, target_attention, draft_attention, draws
+        )
     engine = Engine(
         runner,
         cache,
         hook,
+        draws,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(target_dir, tokenizer),
         max_batch_size=resolved.max_batch_size,
@@ -211,15 +214,17 @@ def _speculation(
     cache: KVCache,
     target: _Attention,
     draft: _Attention,
+    draws: SlotDraws,
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
     draft_model = EmbeddedDraftModel(head, cache, draft.cascade, draft.decode, nodes)
     features = runner.keep_features(head.aux_layer_ids, max(resolved.max_num_tokens, batch * nodes))
     hidden = features[: batch * nodes]
+    # One sampler for all: a request at temperature 0 gets the argmax of the same pass.
     spec_round = SpecRound(
         config,
         drafter=Eagle(draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device),
-        sampler=GreedySampler(batch, nodes, device=device, tree=config.is_tree),
+        sampler=GumbelSampler(draws, batch, nodes, device=device, tree=config.is_tree),
         hidden=hidden,
         num_slots=batch + 1,
         tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,

@@ -1,0 +1,112 @@
+"""Invariant I14: sampled verify keys its noise by position.
+
+The target's token at a row is a Gumbel-max draw whose noise is a function of the request's seed, the position that
+the drawn token will have, and the token id: never of the row, the batch or the tree. A node's token will lie one
+behind the node, at vc + depth + 1, so every row on the accepted path draws what plain decoding draws there, and
+the walk along the draws keeps plain decoding's tokens. Requests at temperature 0 get the argmax.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
+from trtllm_tree.sampling.base import Accepted
+from trtllm_tree.sampling.walk import WalkSampler
+from trtllm_tree.tree.verify_batch import TreeVerifyBatch
+
+_MAX_INT32 = 2**31 - 1
+
+
+class SlotDraws:
+    """The sampling parameters of every pool slot, and the draw of rows by them. All buffers have fixed addresses.
+
+    Args:
+        num_slots: pool slots, the dummy one included; a slot that was never set is greedy.
+        max_rows: largest number of rows in one draw.
+        device: where the buffers live.
+    """
+
+    def __init__(self, num_slots: int, max_rows: int, *, device: torch.device | str) -> None:
+        longs = {"dtype": torch.int64, "device": device}
+        self._seeds = torch.zeros(num_slots, **longs)
+        # Temperature, top_k, top_p, min_p; the floats by their bits, so that one gather reads all four.
+        self._options = torch.zeros(4, num_slots, dtype=torch.int32, device=device)
+        self._row_slots = torch.zeros(max_rows, **longs)
+        self._row_seeds = torch.zeros(max_rows, **longs)
+        self._row_positions = torch.zeros(max_rows, **longs)
+        self._row_options = torch.zeros(4 * max_rows, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._workspace = torch.zeros(workspace_shape(max_rows), **longs)
+
+    def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
+        """A request with valid `params` and this seed, 0 <= seed < 2**64, takes pool slot `slot`."""
+        top_p = 1.0 if params.top_p is None else params.top_p
+        floats = torch.tensor([params.temperature or 0.0, top_p, params.min_p or 0.0])
+        temperature, top_p_bits, min_p = floats.view(torch.int32).tolist()
+        top_k = min(params.top_k or 0, _MAX_INT32)
+        self._options[:, slot] = torch.tensor([temperature, top_k, top_p_bits, min_p], dtype=torch.int32)
+        # Two's complement: the key's 64 bits are what counts.
+        self._seeds[slot] = seed - 2**64 if seed >= 2**63 else seed
+
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The target's tokens behind some rows; allocates nothing and never waits for the device.
+
+        Args:
+            logits: [B*R, V] of the rows.
+            slots: int64 [B], the requests' pool slots.
+            positions: int64 [B, R], where the rows lie; their tokens lie one further.
+
+        Returns:
+            int32 [B*R], overwritten by the next draw; -1 where a logit is NaN.
+        """
+        num_rows = positions.numel()
+        row_slots, seeds = self._row_slots[:num_rows], self._row_seeds[:num_rows]
+        predicted = self._row_positions[:num_rows]
+        options = self._row_options[: 4 * num_rows].view(4, num_rows)
+        row_slots.view(positions.shape).copy_(slots.unsqueeze(1).expand(positions.shape))
+        torch.index_select(self._seeds, 0, row_slots, out=seeds)
+        torch.index_select(self._options, 1, row_slots, out=options)
+        torch.add(positions, 1, out=predicted.view(positions.shape))
+        return sampled_tokens(
+            logits,
+            seeds=seeds,
+            positions=predicted,
+            temperatures=options[0].view(torch.float32),
+            top_ks=options[1],
+            top_ps=options[2].view(torch.float32),
+            min_ps=options[3].view(torch.float32),
+            tokens=self._tokens[:num_rows],
+            workspace=self._workspace,
+        )
+
+
+class GumbelSampler(WalkSampler):
+    """Walks the draws.
+
+    Args:
+        draws: of the engine's pool slots, at least max_batch * num_nodes rows.
+        max_batch, num_nodes, device, tree: as in `WalkSampler`.
+    """
+
+    name = "gumbel"
+
+    def __init__(
+        self, draws: SlotDraws, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool
+    ) -> None:
+        super().__init__(max_batch, num_nodes, device=device, tree=tree)
+        self._draws = draws
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        *,
+        tree: TreeVerifyBatch | None,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> Accepted:
+        """See `SamplingBackend.verify`."""
+        target = self._draws.draw(logits, slots, positions).view(tokens.shape)
+        return self.accept(tokens, target, tree=tree)
