@@ -53,12 +53,27 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(mode: str, tiny_target: Pa
         assert _tokens(llm) == want
         step = llm.engine._decode_step
         assert isinstance(step, DecodeGraphs)
-        assert set(step._captured) == {1, 2, 4, 6}
+        assert set(step._captured) == {(size, True) for size in (1, 2, 4, 6)}
         # The graphs' buffers now hold the last run's rows; a second run must not see them.
         assert _tokens(llm) == want
         assert [group.allocator.num_free for group in groups] == free
         pad_rows = torch.stack([group.page_table[-1] for group in groups])
         assert not pad_rows.any(), "the pad slot owns a page"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replayed_draws_are_those_of_eager_steps_beside_greedy_requests(
+    mode: str, tiny_target: Path, tiny_head: Path
+) -> None:
+    params = [
+        SamplingParams(max_tokens=budget, ignore_eos=True, temperature=0.8 * (i % 2), top_p=0.9, seed=i)
+        for i, budget in enumerate(BUDGETS)
+    ]
+    results = []
+    for cuda_graphs in (False, True):
+        with _llm(tiny_target, tiny_head, mode, cuda_graphs=cuda_graphs) as llm:
+            results.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)])
+    assert results[0] == results[1]
 
 
 def test_a_watched_round_runs_eagerly_and_gives_the_same_tokens(tiny_target: Path, tiny_head: Path) -> None:

@@ -7,6 +7,7 @@ chain's token at its depth, whatever its row.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.oracles.verify_walk import walk
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.kernels.sampled_tokens import sampled_tokens
 from trtllm_tree.kernels.tree_ancestors import tree_ancestors
+from trtllm_tree.sampling import gumbel
 from trtllm_tree.sampling.base import Accepted
 from trtllm_tree.sampling.greedy import GreedySampler
 from trtllm_tree.sampling.gumbel import GumbelSampler, SlotDraws
@@ -265,3 +267,31 @@ def test_rows_at_temperature_zero_get_what_the_greedy_sampler_gives(device):
     slots = torch.tensor([2, 6, 1], device=device)
     got = sampler.verify(logits, tokens, tree=tree, slots=slots, positions=tree.depths.long())
     assert as_lists(got) == as_lists(make_sampler(9, device).verify(logits, tokens, tree=tree))
+
+
+def test_a_batch_in_which_nobody_samples_takes_the_argmax_op(monkeypatch):
+    draws = SlotDraws(4, 4, device="cpu")
+    draws.reset(0, SamplingParams(temperature=0.0), 1)
+    draws.reset(1, SamplingParams(temperature=1.0), 2)
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[5], [6]])
+
+    def taken(slots: list[int]) -> list[str]:
+        calls: list[str] = []
+
+        def watch(op: str) -> Callable[..., torch.Tensor]:
+            real = getattr(gumbel, op)
+            return lambda *args, **kwargs: calls.append(op) or real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            for op in ("greedy_tokens", "sampled_tokens"):
+                patch.setattr(gumbel, op, watch(op))
+            draws.plan(slots)
+            tokens = draws.draw(logits, torch.tensor(slots), positions)
+        assert tokens[0] == logits[0].argmax()
+        return calls
+
+    assert taken([0, 3]) == ["greedy_tokens"]
+    assert taken([0, 1]) == ["sampled_tokens"]
+    draws.reset(1, SamplingParams(temperature=0.0), 3)
+    assert taken([0, 1]) == ["greedy_tokens"]

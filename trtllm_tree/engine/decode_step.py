@@ -14,7 +14,7 @@ import torch
 
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.model_runner import ModelRunner
-from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, StepTokens
+from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, StepTokens, TokenDraws
 from trtllm_tree.kernels.window_slots import window_slots
 
 
@@ -75,30 +75,33 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Replays captured steps, one graph a batch size: powers of two, and the largest.
+    """Replays captured steps, one graph a batch size (powers of two, and the largest) and kind of draws.
 
     A batch between two sizes is filled up with pad rows: the pad slot owns no page and has no committed token, so
     its rows write to the dummy page and nobody reads them.
 
     Args:
         step: the eager step; runs instead while the hook is not graph-safe.
+        draws: planned for the step that is run.
         max_batch_size: also the index of the pad slot.
         max_seq_len: bound of every committed length.
     """
 
-    def __init__(self, step: DecodeStep, *, max_batch_size: int, max_seq_len: int) -> None:
+    def __init__(self, step: DecodeStep, draws: TokenDraws, *, max_batch_size: int, max_seq_len: int) -> None:
+        self._draws = draws
         self._step, self._max_batch_size, self._max_seq_len = step, max_batch_size, max_seq_len
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}
 
     def run(self, slots: Sequence[int], committed_lens: Sequence[int]) -> StepTokens:
         """See `DecodeStep.run`."""
         if not self._step.hook.graph_safe:
             return self._step.run(slots, committed_lens)
         size = min(1 << (len(slots) - 1).bit_length(), self._max_batch_size)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        captured, num_pads = self._captured[size], size - len(slots)
+        key = (size, self._draws.is_greedy)
+        if key not in self._captured:
+            self._captured[key] = self._capture(size)
+        captured, num_pads = self._captured[key], size - len(slots)
         captured.slots.copy_(torch.tensor([*slots, *[self._max_batch_size] * num_pads]))
         captured.committed_lens.copy_(torch.tensor([*committed_lens, *[0] * num_pads], dtype=torch.int32))
         captured.graph.replay()

@@ -62,7 +62,9 @@ class Engine:
         step = DecodeStep(runner, cache, hook)
         self._decode_step: DecodeStep | DecodeGraphs = step
         if cuda_graphs:
-            self._decode_step = DecodeGraphs(step, max_batch_size=max_batch_size, max_seq_len=max_seq_len)
+            self._decode_step = DecodeGraphs(
+                step, draws, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+            )
         self._scheduler = Scheduler(cache, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
 
     @property
@@ -149,6 +151,7 @@ class Engine:
         )
         logits = self.runner.forward(batch, self.cache)
         last_positions = self._tensor([s.end - 1 for s in ended]).unsqueeze(1)
+        self._draws.plan([s.slot for s in ended])
         drawn = self._draws.draw(logits, self._tensor([s.slot for s in ended]), last_positions)
         first_tokens = iter(drawn.tolist())
         going_on = []
@@ -182,6 +185,7 @@ class Engine:
             assert request.slot is not None, "a running request has a slot"
             self.cache.reserve(request.slot, self.hook.kv_extent(request.committed_len, request.token_limit))
         slots = [request.slot for request in requests if request.slot is not None]
+        self._draws.plan(slots)
         result = self._decode_step.run(slots, [request.committed_len for request in requests])
         self.target_forwards += 1
         tokens, counts = result.tokens.tolist(), result.num_tokens.tolist()

@@ -126,7 +126,17 @@ class StepTokens:
 
 
 class TokenDraws(Protocol):
-    """Chooses the target's tokens, each request's by its own sampling parameters."""
+    """Chooses the target's tokens, each request's by its own sampling parameters.
+
+    Attributes:
+        is_greedy: whether the next draws are argmaxes only, as planned. A captured step serves one value of it.
+    """
+
+    is_greedy: bool
+
+    def plan(self, slots: Sequence[int]) -> None:
+        """The next draws are for these pool slots, and for pad rows."""
+        ...
 
     def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
         """A request with these parameters takes pool slot `slot`."""

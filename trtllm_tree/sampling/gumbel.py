@@ -8,9 +8,13 @@ the walk along the draws keeps plain decoding's tokens. Requests at temperature 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.kernels.greedy_tokens import greedy_tokens
+from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
 from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
 from trtllm_tree.sampling.base import Accepted
 from trtllm_tree.sampling.walk import WalkSampler
@@ -22,6 +26,8 @@ _MAX_INT32 = 2**31 - 1
 class SlotDraws:
     """The sampling parameters of every pool slot, and the draw of rows by them. All buffers have fixed addresses.
 
+    A batch in which nobody samples takes the argmax op: it is the same law, and costs less.
+
     Args:
         num_slots: pool slots, the dummy one included; a slot that was never set is greedy.
         max_rows: largest number of rows in one draw.
@@ -30,6 +36,8 @@ class SlotDraws:
 
     def __init__(self, num_slots: int, max_rows: int, *, device: torch.device | str) -> None:
         longs = {"dtype": torch.int64, "device": device}
+        self.is_greedy = False
+        self._sampled: set[int] = set()
         self._seeds = torch.zeros(num_slots, **longs)
         # Temperature, top_k, top_p, min_p; the floats by their bits, so that one gather reads all four.
         self._options = torch.zeros(4, num_slots, dtype=torch.int32, device=device)
@@ -39,9 +47,11 @@ class SlotDraws:
         self._row_options = torch.zeros(4 * max_rows, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(workspace_shape(max_rows), **longs)
+        self._greedy_workspace = torch.zeros(greedy_workspace_shape(max_rows), **longs)
 
     def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
         """A request with valid `params` and this seed, 0 <= seed < 2**64, takes pool slot `slot`."""
+        (self._sampled.add if params.is_sampled else self._sampled.discard)(slot)
         top_p = 1.0 if params.top_p is None else params.top_p
         floats = torch.tensor([params.temperature or 0.0, top_p, params.min_p or 0.0])
         temperature, top_p_bits, min_p = floats.view(torch.int32).tolist()
@@ -49,6 +59,10 @@ class SlotDraws:
         self._options[:, slot] = torch.tensor([temperature, top_k, top_p_bits, min_p], dtype=torch.int32)
         # Two's complement: the key's 64 bits are what counts.
         self._seeds[slot] = seed - 2**64 if seed >= 2**63 else seed
+
+    def plan(self, slots: Sequence[int]) -> None:
+        """See `engine.ports.TokenDraws`."""
+        self.is_greedy = self._sampled.isdisjoint(slots)
 
     def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The target's tokens behind some rows; allocates nothing and never waits for the device.
@@ -62,6 +76,8 @@ class SlotDraws:
             int32 [B*R], overwritten by the next draw; -1 where a logit is NaN.
         """
         num_rows = positions.numel()
+        if self.is_greedy:
+            return greedy_tokens(logits, tokens=self._tokens[:num_rows], workspace=self._greedy_workspace)
         row_slots, seeds = self._row_slots[:num_rows], self._row_seeds[:num_rows]
         predicted = self._row_positions[:num_rows]
         options = self._row_options[: 4 * num_rows].view(4, num_rows)
