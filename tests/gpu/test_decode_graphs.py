@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.builders import tiny_deepseek_dir, tiny_eagle3_dir
 from tests.oracles.known_continuation import RoundLog
 from trtllm_tree import LLM, SamplingParams, SpeculativeConfig
 from trtllm_tree.engine.decode_step import DecodeGraphs
@@ -23,13 +24,13 @@ PROMPTS = [[3, 5, 7], [11] * 40, [2, 4, 6, 8, 10, 12], list(range(20, 50)), [9]]
 BUDGETS = [40, 12, 33, 5, 21]
 
 
-def _llm(target: Path, head: Path, mode: str, *, cuda_graphs: bool) -> LLM:
+def _llm(target: Path, head: Path, mode: str, *, cuda_graphs: bool, dtype: str = "float32") -> LLM:
     options = MODES[mode]
     config = None if options is None else SpeculativeConfig(speculative_model=str(head), **options)
     return LLM(
         str(target),
         speculative_config=config,
-        dtype="float32",
+        dtype=dtype,
         device="cuda",
         max_batch_size=6,
         max_seq_len=128,
@@ -83,3 +84,21 @@ def test_a_watched_round_runs_eagerly_and_gives_the_same_tokens(tiny_target: Pat
         assert not llm.engine.hook.graph_safe
         assert _tokens(llm) == want
         assert log.verified
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mode", ["plain", "tree"])
+def test_steps_with_experts_are_captured_where_their_products_do_not_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, dtype: str
+) -> None:
+    target = tiny_deepseek_dir(tmp_path)
+    head = tiny_eagle3_dir(tmp_path, target)
+    results = []
+    for cuda_graphs in (False, True):
+        caplog.clear()
+        with _llm(target, head, mode, cuda_graphs=cuda_graphs, dtype=dtype) as llm:
+            results.append(_tokens(llm))
+            captured = isinstance(llm.engine._decode_step, DecodeGraphs)
+            assert captured == (cuda_graphs and dtype == "bfloat16")
+            assert ("wait for the device" in caplog.text) == (cuda_graphs and not captured)
+    assert results[0] == results[1]

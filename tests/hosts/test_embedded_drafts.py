@@ -122,7 +122,9 @@ def test_draft_logits_that_are_nan_cost_acceptance_alone(
 
         def poisoned(hidden: torch.Tensor, logits: Callable[..., torch.Tensor] = logits) -> torch.Tensor:
             out = logits(hidden)
-            out.view(len(prompts), -1, out.shape[-1])[1].fill_(torch.nan)
+            # Requests end when a draft happens to be right, and not all in the same step.
+            if len(llm.engine._scheduler.running) == len(prompts):
+                out.view(len(prompts), -1, out.shape[-1])[1].fill_(torch.nan)
             return out
 
         if poison:
@@ -130,12 +132,12 @@ def test_draft_logits_that_are_nan_cost_acceptance_alone(
         log = RoundLog(llm)
         outputs = llm.generate(prompts, greedy(10))
         assert [o.outputs[0].token_ids for o in outputs] == [truths[tuple(p)][:10] for p in prompts]
-        logs.append(log.drafted)
+        logs.append([drafted for drafted in log.drafted if len(drafted[1]) == len(prompts)])
     clean, poisoned_log = logs
-    assert len(clean) == len(poisoned_log) > 5
-    for before, after in zip(clean, poisoned_log, strict=True):
+    assert min(map(len, logs)) > 3
+    for before, after in zip(clean, poisoned_log, strict=False):
         for index in (1, 2):  # tokens and parents
             assert before[index] is None or [before[index][row] for row in (0, 2)] == [
                 after[index][row] for row in (0, 2)
             ]
-    assert clean[-1][1][1] != poisoned_log[-1][1][1]
+    assert clean[0][1][1] != poisoned_log[0][1][1]

@@ -185,6 +185,20 @@ class ModelRunner:
         return buffer
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a forward on a GPU never waits for the device, so that a CUDA graph can hold it.
+
+        torch multiplies groups of experts in bfloat16 by one kernel; in another dtype it reads the group sizes back
+        to the host, and so does a loop over experts.
+        """
+        if not any("Experts" in type(module).__name__ for module in self._decoder.modules()):
+            return True
+        implementation = getattr(self._decoder.config, "_experts_implementation", None)
+        return implementation == "batched_mm" or (
+            implementation == "grouped_mm" and self.dtype == torch.bfloat16
+        )
+
+    @property
     def embed_tokens(self) -> nn.Embedding:
         """The target's token embedding, which a draft head shares."""
         return self.model.get_input_embeddings()

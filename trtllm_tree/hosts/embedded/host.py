@@ -114,9 +114,19 @@ def build_host(
         max_batch_size=resolved.max_batch_size,
         max_num_tokens=resolved.max_num_tokens,
         max_seq_len=resolved.max_seq_len,
-        cuda_graphs=config.cuda_graphs and resolved.device.type == "cuda",
+        cuda_graphs=config.cuda_graphs and resolved.device.type == "cuda" and _is_capturable(runner),
     )
     return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
+
+
+def _is_capturable(runner: ModelRunner) -> bool:
+    if not runner.is_capturable:
+        _LOGGER.warning(
+            "cuda_graphs: the experts of %s in %s wait for the device; decode steps run eagerly. dtype bfloat16 is captured.",
+            type(runner.model).__name__,
+            str(runner.dtype).removeprefix("torch."),
+        )
+    return runner.is_capturable
 
 
 def default_leaf(device: torch.device | str, shape: LeafShape | None = None) -> AttentionLeaf:

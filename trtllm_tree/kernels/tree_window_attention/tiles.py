@@ -40,7 +40,13 @@ def choose_tile(
     return Tile(64, 4, 128) if one_block or folded_rows <= 64 else Tile(128, 8, 128)
 
 
-def key_blocks(num_rows: int, window: int, *, causal_prefix: bool) -> tuple[bool, int]:
-    """Whether tail and window fit in one block of keys, and the keys of a block."""
+def key_blocks(num_rows: int, window: int, *, causal_prefix: bool) -> tuple[int, int]:
+    """Keys of the first block, and of each further one; 0: all keys lie in the first.
+
+    A tile of rows sees a tail that shrinks by a column a row, and a window that grows by one: with 64 rows, tail and
+    window of 16 rows are 79 columns, one block of 64 and one of 16.
+    """
     span = window + (32 * -(-(num_rows - 1) // 32) if causal_prefix else 0)
-    return span <= 64, 64 if 32 < span <= 64 else 32
+    if span <= 64:
+        return 64 if span > 32 else 32, 0
+    return 64, 16 if causal_prefix and window <= 64 else 32

@@ -39,34 +39,42 @@ def _load_block(
     PAGE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """K and V [BLOCK_N, BLOCK_D] at `position`, 0 where not seen. The pointers are those of one KV head.
+    """K and V [BLOCK_N, BLOCK_D] at `position`; V is 0 where not seen. The pointers are those of one KV head.
 
-    A slot that no row of the tile sees is not read: it may hold NaN, and 0 * NaN would leak out of V. Its page is
-    looked up all the same, so that the lookup need not wait for the mask.
+    A slot that no row of the tile sees may hold NaN, and 0 * NaN would leak out of V. It is read all the same and V
+    cleared then, so that no load waits for the mask; the scores of such a K are replaced anyway.
     """
     index = position // PAGE_SIZE
-    page = tl.load(page_table_ptr + index, mask=in_reach & (index < max_pages), other=0)
+    in_reach = in_reach & (index < max_pages)
+    page = tl.load(page_table_ptr + index, mask=in_reach, other=0)
     page = tl.maximum(page, 0).to(tl.int64)
     offset = position % PAGE_SIZE
     d = tl.arange(0, BLOCK_D)[None, :]
-    mask = seen[:, None] & (d < HEAD_DIM)
+    mask = in_reach[:, None] & (d < HEAD_DIM)
     k_row = page * k_stride_page + offset * k_stride_token
     v_row = page * v_stride_page + offset * v_stride_token
     k = tl.load(k_ptr + k_row[:, None] + d, mask=mask, other=0.0)
     v = tl.load(v_ptr + v_row[:, None] + d, mask=mask, other=0.0)
-    return k, v
+    return k, tl.where(seen[:, None], v, 0.0)
 
 
 @triton.jit
 def _row_bits(mask_ptr, start, window, tail_start, row_valid):
-    """What each row sees of the 32 columns from `start` on, a multiple of 32; negative columns are the tail."""
-    # As a vector: newer interpreters take `vector & scalar` for an integer.
-    is_window = tail_start * 0 + start >= 0
-    word = tl.load(mask_ptr + start // 64, mask=row_valid & is_window & (start < window), other=0)
-    inside = tl.where(window - start >= 32, -1, (1 << (tl.minimum(tl.maximum(window - start, 0), 31))) - 1)
+    """What each row sees of the 64 columns from `start` on, or of those up to the end of a mask word.
+
+    Negative columns are the tail. `start` is a multiple of 16, of 64 bits if anything behind a word is asked for.
+    """
+    one = tail_start.to(tl.int64) * 0 + 1
+    num_before = tl.maximum(-start, 0)
+    first = tl.maximum(start, 0)
+    word = tl.load(mask_ptr + first // 64, mask=row_valid & (start > -64) & (first < window), other=0)
+    inside = tl.minimum(tl.maximum(window - first, 0), 63)
+    in_window = tl.where(window - first >= 64, -one, (one << inside) - 1)
+    bits = ((word >> (first & 63)) & in_window) << tl.minimum(num_before, 63)
     hidden = tail_start - start
-    tail = tl.where(hidden < 32, -1 << tl.minimum(tl.maximum(hidden, 0), 31), 0)
-    return tl.where(is_window, (word >> (start & 32)).to(tl.int32) & inside, tail)
+    tail = tl.where(hidden < 64, -one << tl.minimum(tl.maximum(hidden, 0), 63), 0)
+    in_tail = tl.where(num_before >= 64, -one, (one << tl.minimum(num_before, 63)) - 1)
+    return bits | (tail & in_tail)
 
 
 @triton.jit
@@ -79,6 +87,33 @@ def _reach(mask_ptr, row_valid, window, WORDS: tl.constexpr):
         columns = tl.where(((seen >> bit.to(tl.int64)) & 1) != 0, word * 64 + bit + 1, 0)
         end = tl.maximum(end, tl.max(columns, 0))
     return tl.minimum(end, window)
+
+
+@triton.jit
+def _visible(bits, BLOCK_N: tl.constexpr):
+    """Per row and column of a block whether the row sees it, and per column whether any row does."""
+    n = tl.arange(0, BLOCK_N)
+    # As two halves: a whole tile of 64-bit shifts would cost registers.
+    low = bits.to(tl.int32)[:, None]
+    half = low
+    if BLOCK_N > 32:
+        half = tl.where((n < 32)[None, :], low, (bits >> 32).to(tl.int32)[:, None])
+    visible = (half & (1 << (n & 31))[None, :]) != 0
+    seen = ((tl.reduce(bits, 0, _bit_or) >> n.to(tl.int64)) & 1) != 0
+    return visible, seen
+
+
+@triton.jit
+def _softmax_step(scores, visible, row_max, row_sum, scale_log2):
+    """Weights of one more block, the new maximum and sum, and what the old sums are to be multiplied by."""
+    scores = tl.where(visible, scores, float("-inf"))
+    # The scale is positive, so it may wait until behind the maximum.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # A row that has seen nothing yet keeps the max -inf, and -inf - -inf is NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale_log2 - base[:, None])
+    rescale = tl.exp2(row_max - base)
+    return weights, new_max, row_sum * rescale + tl.sum(weights, 1), rescale
 
 
 @triton.jit
@@ -124,7 +159,7 @@ def tree_window_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     REACH_WORDS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
+    REST_N: tl.constexpr,
     LATE_PREFIX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -135,7 +170,6 @@ def tree_window_attention_kernel(
     b = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
     m = first_m + tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     row = m // GROUP
     row64 = row.to(tl.int64)
@@ -169,12 +203,9 @@ def tree_window_attention_kernel(
 
     # Columns count from the window's start; the tail has negative ones.
     tail_start = tl.maximum(covered, 0) - prefix_len
-    first_column = -tl.cdiv(tail_len, 32) * 32
+    first_column = -tl.cdiv(tail_len, 16) * 16 if REST_N == 16 else -tl.cdiv(tail_len, 32) * 32
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
-    end = window
-    if REACH_WORDS > 0:
-        end = _reach(mask_ptr, row_valid, window, REACH_WORDS)
     # The partial is the online softmax's first term: its max is lse2, its sum 1. Its output joins at the end.
     row_max = lse2
     row_sum = tl.where(has_partial, 1.0, 0.0)
@@ -183,62 +214,71 @@ def tree_window_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=row_valid, other=0.0) * 1.4426950408889634
         row_max = tl.maximum(lse2, sink)
         row_sum = row_sum * tl.exp2(lse2 - row_max) + tl.exp2(sink - row_max)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for i in tl.range(0, 1 if ONE_BLOCK else tl.cdiv(end - first_column, BLOCK_N)):
-        start = first_column + i * BLOCK_N
-        column = start + n
-        # What each row sees, as bits of 32 columns: a whole tile of 64-bit shifts would cost registers.
-        bits = _row_bits(mask_ptr, start, window, tail_start, row_valid)
-        packed = bits.to(tl.int64) & 0xFFFFFFFF
-        bits = bits[:, None]
-        if BLOCK_N > 32:
-            high = _row_bits(mask_ptr, start + 32, window, tail_start, row_valid)
-            packed |= high.to(tl.int64) << 32
-            bits = tl.where((n < 32)[None, :], bits, high[:, None])
-        visible = (bits & (1 << (n & 31))[None, :]) != 0
-        seen = ((tl.reduce(packed, 0, _bit_or) >> n) & 1) != 0
-        keys, values = _load_block(
-            k_ptr,
-            v_ptr,
-            page_table_ptr,
-            max_pages,
-            prefix_len + column,
-            (column >= -prefix_len) & (column < end),
-            seen,
-            k_stride_page,
-            k_stride_token,
-            v_stride_page,
-            v_stride_token,
-            HEAD_DIM,
-            PAGE_SIZE,
-            BLOCK_D,
-        )
-        keys, values = keys.to(DOT), values.to(DOT)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        if ONE_BLOCK and LATE_PREFIX:
-            prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
-        scores = tl.where(visible, scores, float("-inf"))
-        # The scale is positive, so it may wait until behind the maximum.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        # A row that has seen nothing yet keeps the max -inf, and -inf - -inf is NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - base[:, None])
-        rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        if ONE_BLOCK:
-            # Nothing to add to, and fewer weights to normalise than outputs.
-            weights = weights * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))[:, None]
-            acc = tl.dot(weights.to(DOT), values, input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(DOT), values, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
+    # The first block needs no accumulator yet, so it may be the largest.
+    column = first_column + tl.arange(0, BLOCK_N)
+    bits = _row_bits(mask_ptr, first_column, window, tail_start, row_valid)
+    visible, seen = _visible(bits, BLOCK_N)
+    keys, values = _load_block(
+        k_ptr,
+        v_ptr,
+        page_table_ptr,
+        max_pages,
+        prefix_len + column,
+        (column >= -prefix_len) & (column < window),
+        seen,
+        k_stride_page,
+        k_stride_token,
+        v_stride_page,
+        v_stride_token,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_D,
+    )
+    scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
+    if REST_N == 0 and LATE_PREFIX:
+        prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
+    weights, row_max, row_sum, rescale = _softmax_step(scores, visible, row_max, row_sum, scale_log2)
+    if REST_N == 0:
+        # Fewer weights to normalise than outputs.
+        weights = weights * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))[:, None]
+    acc = tl.dot(weights.to(DOT), values.to(DOT), input_precision="ieee")
+    if REST_N > 0:
+        end = _reach(mask_ptr, row_valid, window, REACH_WORDS)
+        for start in tl.range(first_column + BLOCK_N, end, REST_N):
+            # Names of their own: a loop's variables keep their shapes.
+            rest_column = start + tl.arange(0, REST_N)
+            rest_bits = _row_bits(mask_ptr, start, window, tail_start, row_valid)
+            rest_visible, rest_seen = _visible(rest_bits, REST_N)
+            rest_keys, rest_values = _load_block(
+                k_ptr,
+                v_ptr,
+                page_table_ptr,
+                max_pages,
+                prefix_len + rest_column,
+                (rest_column >= -prefix_len) & (rest_column < end),
+                rest_seen,
+                k_stride_page,
+                k_stride_token,
+                v_stride_page,
+                v_stride_token,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_D,
+            )
+            rest_scores = tl.dot(q, tl.trans(rest_keys.to(DOT)), input_precision="ieee")
+            rest_weights, row_max, row_sum, rescale = _softmax_step(
+                rest_scores, rest_visible, row_max, row_sum, scale_log2
+            )
+            acc = tl.dot(
+                rest_weights.to(DOT), rest_values.to(DOT), acc * rescale[:, None], input_precision="ieee"
+            )
 
-    if LATE_PREFIX and not ONE_BLOCK:
+    if LATE_PREFIX and REST_N > 0:
         prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
     norm = 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
     share = tl.exp2(lse2 - base) * norm
-    if not ONE_BLOCK:
+    if REST_N > 0:
         acc = acc * norm[:, None]
     acc += prefix.to(tl.float32) * share[:, None]
     out_ptr += b * out_stride_b + kv_head * GROUP * out_stride_h
@@ -248,13 +288,13 @@ def tree_window_attention_kernel(
 
 def _constexprs(tile: Tile, num_rows: int, window: int, *, causal_prefix: bool) -> dict[str, object]:
     """How the keys are gone through: in one block if they fit, else up to the last key that is seen."""
-    one_block, block_n = key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    block_n, rest_n = key_blocks(num_rows, window, causal_prefix=causal_prefix)
     return {
         "CAUSAL_PREFIX": causal_prefix,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": block_n,
-        "REACH_WORDS": 0 if one_block else triton.cdiv(window, 64),
-        "ONE_BLOCK": one_block,
+        "REST_N": rest_n,
+        "REACH_WORDS": triton.cdiv(window, 64) if rest_n else 0,
         # Registers, or latency where there are enough of them.
         "LATE_PREFIX": tile.block_m >= 64,
     }
@@ -281,8 +321,8 @@ def launch(
     batch, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    one_block, _ = key_blocks(num_rows, window, causal_prefix=causal_prefix)
-    tile = choose_tile(batch, num_rows * group, head_dim, q.dtype, one_block=one_block)
+    _, rest = key_blocks(num_rows, window, causal_prefix=causal_prefix)
+    tile = choose_tile(batch, num_rows * group, head_dim, q.dtype, one_block=rest == 0)
     if block_m is not None:
         tile = replace(tile, block_m=block_m)
     tree_window_attention_kernel[(triton.cdiv(num_rows * group, tile.block_m), batch * num_kv_heads)](
@@ -353,8 +393,8 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         signature |= dict.fromkeys(("page_table_ptr", "prefix_lens_ptr"), "*i32:16")
         signature |= dict.fromkeys(("prefix_lse2_ptr", "sinks_ptr"), "*fp32:16")
         signature |= {"mask_ptr": "*i64:16", "scale_log2": "fp32"}
-        one_block, _ = key_blocks(window, window, causal_prefix=causal)
-        tile = choose_tile(8 if folded > 16 else 1, folded, head_dim, names[query], one_block=one_block)
+        _, rest = key_blocks(window, window, causal_prefix=causal)
+        tile = choose_tile(8 if folded > 16 else 1, folded, head_dim, names[query], one_block=rest == 0)
         constexprs = {
             **({} if sinks else {"sinks_ptr": None}),
             "HAS_SINKS": sinks,
