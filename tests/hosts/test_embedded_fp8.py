@@ -144,11 +144,12 @@ AttentionInterface.register(ORACLE, rounding_attention)
 
 
 def assert_tokens(outputs: Sequence[RequestOutput], truths: Truths, target: Path, length: int = 999) -> None:
-    """The truths' tokens, or a first divergence where both tokens are as good as the top.
+    """The truths' tokens, or a first divergence where both tokens nearly tie in float64 over rounded K/V.
 
     Float32 products of other shapes differ in the last bit. A key that lies in the middle of two E4M3 values is then
-    stored as the other one, which moves the logits of these models by up to 1e-2 (see the next test).
+    stored as the other one, an eighth away, which moved these models' logits (up to 10) by 0.23 on one machine.
     """
+    assert sum(o.outputs[0].token_ids == t[:length] for o, t in zip(outputs, truths.values(), strict=True)) > 4
     for (prompt, truth), output in zip(truths.items(), outputs, strict=True):
         want, got = truth[:length], output.outputs[0].token_ids
         assert len(got) == len(want) or got[-1] != want[min(len(got), len(want)) - 1]
@@ -158,7 +159,7 @@ def assert_tokens(outputs: Sequence[RequestOutput], truths: Truths, target: Path
         model = AutoModelForCausalLM.from_pretrained(target, attn_implementation=ORACLE, dtype=torch.float64)
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *want[:at]]])).logits[0, -1]
-        assert (logits.max() - logits[[want[at], got[at]]]).max() < 2e-2, (prompt, at)
+        assert (logits.max() - logits[[want[at], got[at]]]).max() < 0.5, (prompt, at)
 
 
 def test_logits_are_those_of_a_model_whose_keys_and_values_are_rounded(

@@ -9,11 +9,13 @@ import torch
 
 from tests.oracles.seeded_draw import gumbel as exact_gumbel
 from tests.oracles.seeded_draw import law, philox, seeded_draw
+from trtllm_tree.kernels._row_law import gumbel as kernel_gumbel
+from trtllm_tree.kernels._row_law_torch import gumbel
+from trtllm_tree.kernels._row_law_torch import philox as torch_philox
 from trtllm_tree.kernels._triton import tl, triton
 from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
 from trtllm_tree.kernels.sampled_tokens import triton as kernel
-from trtllm_tree.kernels.sampled_tokens.reference import gumbel, reference
-from trtllm_tree.kernels.sampled_tokens.reference import philox as torch_philox
+from trtllm_tree.kernels.sampled_tokens.reference import reference
 
 # Counter, key and words of kat_vectors, the file that comes with the Random123 library.
 KNOWN = (
@@ -114,13 +116,10 @@ def philox_kernel(seed_ptr, counter_ptr, out_ptr):
     tl.store(out_ptr + 3, w3.to(tl.int64))
 
 
-_gumbel_of_word = kernel._gumbel
-
-
 @triton.jit
 def gumbel_kernel(word_ptr, out_ptr, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
-    tl.store(out_ptr + index, _gumbel_of_word(tl.load(word_ptr + index)))
+    tl.store(out_ptr + index, kernel_gumbel(tl.load(word_ptr + index)))
 
 
 def test_noise_is_finite_and_exact_where_draws_are_decided(device: str) -> None:

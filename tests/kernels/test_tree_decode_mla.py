@@ -16,7 +16,7 @@ from trtllm_tree.kernels.tree_decode import tree_decode, workspace_shape
 from trtllm_tree.kernels.tree_decode.mla import LatentTile, launch, plan
 from trtllm_tree.kernels.tree_decode.reference import reference
 
-SMALL = LatentTile(64, 32, 4, 2)
+SMALL, WIDE = LatentTile(64, 32, 4, 2), LatentTile(64, 64, 8, 2)
 
 
 def outputs(call: Call) -> torch.Tensor:
@@ -61,10 +61,10 @@ def tree_call(
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 32, 64, 65, 130])
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_every_row_sees_its_prefix_and_its_ancestors(device, num_nodes, page_size):
+@pytest.mark.parametrize(("page_size", "tile"), [(16, SMALL), (64, SMALL), (64, WIDE)])
+def test_every_row_sees_its_prefix_and_its_ancestors(device, num_nodes, page_size, tile):
     lens = [0, 1, num_nodes - 1, page_size, 2 * page_size - 1, 131][: 6 if num_nodes < 64 else 2]
-    check(tree_call(device, num_nodes, lens, page_size=page_size), (1, 3), tile=SMALL)
+    check(tree_call(device, num_nodes, lens, page_size=page_size), (1, 3), tile=tile)
 
 
 @pytest.mark.parametrize("kind", ["chain", "star"])

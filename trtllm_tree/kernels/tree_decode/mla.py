@@ -124,10 +124,15 @@ def tree_decode_mla_kernel(
             in_rest = (column >= -rest) & (column < 0)
             # BLOCK_N divides 64, so the bits of a block lie in one word.
             word = tl.load(mask_row + start // 64, mask=row_valid & (start >= 0), other=0)
-            bits = (word >> (start & 63)).to(tl.int32)
+            word = word >> (start & 63)
+            # As two halves: a whole tile of 64-bit shifts would cost registers.
+            bits = word.to(tl.int32)[:, None]
+            if BLOCK_N > 32:
+                bits = tl.where((n < 32)[None, :], bits, (word >> 32).to(tl.int32)[:, None])
             inside = column < window
-            visible = (((bits[:, None] >> n[None, :]) & 1) != 0) & inside[None, :] | in_rest[None, :]
-            seen = (((tl.reduce(bits, 0, _bit_or) >> n) & 1) != 0) & inside | in_rest
+            visible = ((bits >> (n & 31)[None, :]) & 1) != 0
+            visible = visible & inside[None, :] | in_rest[None, :]
+            seen = (((tl.reduce(word, 0, _bit_or) >> n.to(tl.int64)) & 1) != 0) & inside | in_rest
             # Slots that no row of the tile sees are not read: 0 * NaN would leak out of the values.
             position = prefix_len + column
             index = position // PAGE_SIZE
@@ -165,7 +170,7 @@ def tree_decode_mla_kernel(
 
 @dataclass(frozen=True)
 class LatentTile:
-    """What one CTA works on: `block_m` folded rows against `block_n` latent rows an iteration; 32 at most."""
+    """What one CTA works on: `block_m` folded rows against `block_n` latent rows an iteration; 64 at most."""
 
     block_m: int
     block_n: int

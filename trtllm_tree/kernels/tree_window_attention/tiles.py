@@ -19,15 +19,13 @@ class Tile:
     max_registers: int | None
 
 
-def choose_tile(
-    batch: int, folded_rows: int, head_dim: int, dtype: torch.dtype, *, one_block: bool = True
-) -> Tile:
-    """Small tiles fill the GPU at small batch, large ones re-read fewer keys.
+def choose_tile(batch: int, folded_rows: int, head_dim: int, dtype: torch.dtype, *, rest_n: int = 0) -> Tile:
+    """Small tiles fill the GPU at small batch, large ones re-read fewer keys; `rest_n` as of `key_blocks`.
 
     Full-precision products and wide heads need more registers a row, hence lower limits. With 128 registers a
     thread four tiles of 64 rows fit in a multiprocessor, and one computes while others load: on an H200 (B 32,
-    64 rows of 32 heads, D 128) 20.5 us, and 23.2 with 160 registers. More than one block of keys took 32.8 us in tiles
-    of 128 rows and 33.6 in tiles of 64, although both spill.
+    64 rows of 32 heads, D 128) 20.5 us, and 23.2 with 160 registers. Further blocks of 32 keys spill least in tiles
+    of 128 rows, of 16 keys in tiles of 64 (29.9 us; 34.5 in tiles of 128).
     """
     largest = 16 if batch == 1 else 32 if batch < 8 else 64
     if dtype == torch.float32:
@@ -37,7 +35,7 @@ def choose_tile(
         return Tile(block_m, 8, None)
     if block_m < 64 or head_dim <= 64:
         return Tile(block_m, 4, None)
-    return Tile(64, 4, 128) if one_block or folded_rows <= 64 else Tile(128, 8, 128)
+    return Tile(128, 8, 128) if rest_n > 16 and folded_rows > 64 else Tile(64, 4, 128)
 
 
 def key_blocks(num_rows: int, window: int, *, causal_prefix: bool) -> tuple[int, int]:

@@ -1,0 +1,249 @@
+"""rejection_tokens: plain Python, the torch reference and the Triton kernel agree, on trees of every shape.
+
+That the tokens have the target's law is shown for whole paths in tests/sampling/test_laws.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.test_sampled_tokens import SETTINGS, hostile_logits, parameters
+from tests.oracles import trees
+from tests.oracles.rejection import rejection_token
+from trtllm_tree.kernels.rejection_tokens import rejection_tokens
+from trtllm_tree.kernels.rejection_tokens import triton as kernel
+from trtllm_tree.kernels.rejection_tokens.reference import reference
+from trtllm_tree.kernels.sampled_tokens import sampled_tokens
+
+Parameters = dict[str, torch.Tensor]
+PLAIN = (1.0, 0, 1.0, 0.0)
+
+
+def oracle(
+    logits: torch.Tensor,
+    candidates: torch.Tensor,
+    parents: torch.Tensor,
+    given: Parameters,
+    draft_probs: torch.Tensor | None = None,
+) -> list[int]:
+    num_nodes = candidates.shape[1]
+    found = []
+    for row, arguments in enumerate(zip(*(given[name].tolist() for name in given), strict=True)):
+        request, node = divmod(row, num_nodes)
+        shape, tokens = parents[request].tolist(), candidates[request].tolist()
+        children = [tokens[j] for j in range(node + 1, num_nodes) if shape[j] == node]
+        draft = None if draft_probs is None else draft_probs[request, node].tolist()
+        found.append(rejection_token(logits[row].float().tolist(), children, draft, *arguments))
+    return found
+
+
+def by_reference(
+    logits: torch.Tensor,
+    candidates: torch.Tensor,
+    parents: torch.Tensor,
+    given: Parameters,
+    draft_probs: torch.Tensor | None = None,
+) -> list[int]:
+    tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
+    reference(logits, candidates, parents, *given.values(), draft_probs, tokens)
+    return tokens.tolist()
+
+
+def by_kernel(
+    logits: torch.Tensor,
+    candidates: torch.Tensor,
+    parents: torch.Tensor,
+    given: Parameters,
+    draft_probs: torch.Tensor | None = None,
+) -> list[int]:
+    tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
+    kernel.launch(logits, candidates, parents, *given.values(), draft_probs, tokens)
+    return tokens.tolist()
+
+
+def settings_of(rows: int) -> list[tuple[float, int, float, float]]:
+    return [SETTINGS[row % len(SETTINGS)] for row in range(rows)]
+
+
+def strided(rows: list[list[int]], device: str) -> torch.Tensor:
+    """int32 [B, N] whose rows are further apart than they are long, with garbage between them."""
+    wide = torch.full((len(rows), len(rows[0]) + 3), 777, dtype=torch.int32, device=device)
+    wide[:, : len(rows[0])] = torch.tensor(rows, dtype=torch.int32)
+    return wide[:, : len(rows[0])]
+
+
+def likely_candidates(rng: random.Random, logits: torch.Tensor, parents: list[list[int]]) -> list[list[int]]:
+    """Mostly tokens that the parent's row likes, so that many are accepted; some twice, some outside the vocabulary."""
+    num_nodes, vocab = len(parents[0]), logits.shape[1]
+    best = logits.float().topk(min(4, vocab), dim=1).indices.view(len(parents), num_nodes, -1).tolist()
+    tokens = []
+    for request, shape in enumerate(parents):
+        found = [rng.choice(best[request][max(parent, 0)]) for parent in shape]
+        tokens.append(
+            [t if rng.random() < 0.8 else rng.choice([rng.randrange(vocab), -1, vocab]) for t in found]
+        )
+    return tokens
+
+
+def some_parents(rng: random.Random, batch: int, num_nodes: int) -> list[list[int]]:
+    shapes = [trees.chain(num_nodes), trees.star(num_nodes)]
+    return [shapes.pop() if shapes else trees.random_tree(rng, num_nodes) for _ in range(batch)]
+
+
+def some_draft_probs(
+    rng: random.Random, candidates: list[list[int]], parents: list[list[int]], size: int, device: str
+) -> torch.Tensor:
+    """Rows that drew, rows that did not, and rows that give nothing to most ids, the children's among them or not."""
+    probs = torch.rand(len(parents), len(parents[0]), size).square()
+    probs[torch.rand(probs.shape) < 0.3] = 0.0
+    for request, shape in enumerate(parents):
+        for node, parent in enumerate(shape):
+            if parent >= 0 and 0 <= candidates[request][node] < size and rng.random() < 0.9:
+                probs[request, parent, candidates[request][node]] += 0.3
+    probs[torch.rand(probs.shape[:2]) < 0.25] = 0.0
+    return (probs / probs.sum(dim=2, keepdim=True).clamp(min=1e-9)).to(device)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    ("vocab", "num_nodes", "batch", "dtype"),
+    [
+        (7, 1, 3, torch.float32),
+        (8, 6, 9, torch.float32),
+        (1000, 7, 4, torch.bfloat16),
+        (1000, 20, 3, torch.float32),
+        (50, 64, 3, torch.float16),
+        (50, 65, 3, torch.float32),
+        (9, 128, 3, torch.bfloat16),
+        (4099, 5, 3, torch.float32),
+    ],
+)
+def test_three_derivations_agree_in_one_batch_of_everything(
+    vocab: int, num_nodes: int, batch: int, dtype: torch.dtype, is_drawn: bool, device: str
+) -> None:
+    torch.manual_seed(vocab + num_nodes)
+    rng = random.Random(vocab + num_nodes)
+    logits = hostile_logits(vocab, batch * num_nodes, dtype, device)
+    logits[:: 3 * num_nodes + 1, vocab // 2] = torch.nan
+    shapes = some_parents(rng, batch, num_nodes)
+    tokens = likely_candidates(rng, logits.nan_to_num(), shapes)
+    drawn = some_draft_probs(rng, tokens, shapes, max(1, vocab - 2), device) if is_drawn else None
+    case = (logits, strided(tokens, device), strided(shapes, device))
+    given = parameters(settings_of(len(logits)), device, seed=vocab)
+    want = oracle(*case, given, drawn)
+    assert by_reference(*case, given, drawn) == want
+    assert by_kernel(*case, given, drawn) == want
+    # Children were accepted, and rejected.
+    parent_tokens = [
+        (want[request * num_nodes + parent], tokens[request][node])
+        for request, shape in enumerate(shapes)
+        for node, parent in enumerate(shape)
+        if parent >= 0
+    ]
+    if num_nodes > 1:
+        assert 0 < sum(token == child for token, child in parent_tokens) < len(parent_tokens)
+
+
+@pytest.mark.parametrize("draw", [by_reference, by_kernel])
+def test_without_children_or_temperature_it_is_the_seeded_draw(draw, device: str) -> None:
+    torch.manual_seed(0)
+    logits = hostile_logits(300, 4 * len(SETTINGS), torch.float32, device)
+    given = parameters(settings_of(len(logits)), device)
+    alone = torch.full((len(logits), 1), -1, dtype=torch.int32, device=device)
+    assert draw(logits, alone, alone, given) == sampled_tokens(logits, **given).tolist()
+    greedy = dict(given, temperatures=torch.zeros_like(given["temperatures"]))
+    chain = torch.arange(-1, len(logits) - 1, dtype=torch.int32, device=device).unsqueeze(0)
+    candidates = torch.randint(300, (1, len(logits)), dtype=torch.int32).to(device)
+    assert draw(logits, candidates, chain, greedy) == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("draw", [by_reference, by_kernel])
+def test_a_row_depends_on_nothing_but_its_own_arguments_and_children(draw, device: str) -> None:
+    torch.manual_seed(2)
+    rng = random.Random(2)
+    logits = hostile_logits(600, 12 * 6, torch.float32, device)
+    shapes = some_parents(rng, 12, 6)
+    candidates, parents = (
+        strided(likely_candidates(rng, logits, shapes), device),
+        strided(shapes, device),
+    )
+    given = parameters(settings_of(len(logits)), device)
+    tokens = draw(logits, candidates, parents, given)
+    for request in range(0, 12, 5):
+        rows = slice(6 * request, 6 * request + 6)
+        some = {name: value[rows].contiguous() for name, value in given.items()}
+        alone = (logits[rows], candidates[request : request + 1], parents[request : request + 1])
+        assert draw(*alone, some) == tokens[rows]
+    others = logits.clone()
+    others.view(12, 6, -1)[::2] = torch.nan
+    for request, found in enumerate(
+        torch.tensor(draw(others, candidates, parents, given)).view(12, 6).tolist()
+    ):
+        assert found == ([-1] * 6 if request % 2 == 0 else tokens[6 * request : 6 * request + 6])
+
+
+@pytest.mark.parametrize("draw", [by_reference, by_kernel])
+def test_every_half_of_seed_and_position_and_the_siblings_place_decide(draw, device: str) -> None:
+    # Behind 40 nodes of one child each, which its target likes half of the time.
+    logits = torch.zeros(80, 2, device=device)
+    shapes = torch.tensor([[-1, 0]] * 40, dtype=torch.int32, device=device)
+    candidates = torch.tensor([[0, 1]] * 40, dtype=torch.int32, device=device)
+    found = []
+    for seed, position in ((1, 9), (2, 9), (1 + 2**32, 9), (1, 10), (1, 9 + 2**32)):
+        given = parameters([PLAIN] * 80, device)
+        given["seeds"] = torch.full_like(given["seeds"], seed) + 1000 * torch.arange(80, device=device)
+        given["positions"] = torch.full_like(given["positions"], position)
+        found.append(tuple(draw(logits, candidates, shapes, given)[::2]))
+    assert len(set(found)) == 5
+    # With three siblings of a third each, the numbers of one must not be another's.
+    logits = torch.zeros(4 * 300, 3, device=device)
+    shapes = torch.tensor([[-1, 0, 0, 0]] * 300, dtype=torch.int32, device=device)
+    candidates = torch.tensor([[0, 0, 1, 2]] * 300, dtype=torch.int32, device=device)
+    given = parameters([PLAIN] * 1200, device)
+    counts = torch.tensor(draw(logits, candidates, shapes, given)[::4]).bincount(minlength=3)
+    assert ((counts - 100).abs() < 40).all()
+
+
+@pytest.mark.parametrize("draw", [by_reference, by_kernel])
+def test_infinities_and_the_only_kept_id(draw, device: str) -> None:
+    logits = torch.full((5, 300), -torch.inf, device=device)
+    logits[1, [17, 290]] = torch.inf
+    logits[2, 4] = 0.0
+    logits[3] = torch.arange(300.0, device=device)
+    candidates = torch.tensor(
+        [[9, 3], [9, 290], [9, 4], [9, 299], [9, 250]], dtype=torch.int32, device=device
+    )
+    rows = logits.repeat_interleave(2, dim=0)
+    parents = torch.tensor([[-1, 0]] * 5, dtype=torch.int32, device=device)
+    for setting in (PLAIN, (1.0, 1, 1.0, 0.0), (2.0, 0, 1e-9, 0.0)):
+        given = parameters([setting] * 10, device)
+        found = draw(rows, candidates, parents, given)[::2]
+        assert found[2] == 4
+        assert found[1] in ((17, 290) if setting == PLAIN else (17,))
+        if setting != PLAIN:
+            # The child is no kept id.
+            assert found[3:] == [299, 0] and found[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["candidates", "parents", "seeds", "positions", "temperatures", "top_ks", "top_ps", "min_ps"]
+)
+def test_arguments_of_another_type_or_size_are_refused_by_name(name: str, device: str) -> None:
+    logits = torch.zeros(4, 10, device=device)
+    nodes = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    given = {"candidates": nodes, "parents": nodes, **parameters([PLAIN] * 4, device)}
+    for wrong in (given[name][:1], given[name].half()):
+        with pytest.raises(AssertionError, match=name):
+            rejection_tokens(logits, **{**given, name: wrong})
+
+
+def test_draft_probabilities_of_another_shape_are_refused(device: str) -> None:
+    logits = torch.zeros(4, 10, device=device)
+    nodes = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    given = parameters([PLAIN] * 4, device)
+    for wrong in (torch.ones(2, 2, 11), torch.ones(4, 10), torch.ones(2, 2, 10).double()):
+        with pytest.raises(AssertionError, match="draft_probs"):
+            rejection_tokens(logits, nodes, nodes, **given, draft_probs=wrong.to(device))
