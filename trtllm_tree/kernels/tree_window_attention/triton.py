@@ -113,8 +113,8 @@ def _visible(low, high, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(scores, visible, row_max, row_sum, scale_log2):
-    """Weights of one more block, the new maximum and sum, and what the old sums are to be multiplied by."""
+def _softmax_step(scores, visible, row_max, scale_log2):
+    """Weights of one more block, the new maximum, and what the old sums are to be multiplied by."""
     scores = tl.where(visible, scores, float("-inf"))
     # The scale is positive, so it may wait until behind the maximum.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -122,7 +122,7 @@ def _softmax_step(scores, visible, row_max, row_sum, scale_log2):
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - base[:, None])
     rescale = tl.exp2(row_max - base)
-    return weights, new_max, row_sum * rescale + tl.sum(weights, 1), rescale
+    return weights, new_max, rescale
 
 
 @triton.jit
@@ -171,6 +171,7 @@ def tree_window_attention_kernel(
     REST_N: tl.constexpr,
     ALIGN: tl.constexpr,
     LATE_PREFIX: tl.constexpr,
+    EARLY_NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -254,11 +255,16 @@ def tree_window_attention_kernel(
     scores = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee")
     if REST_N == 0 and LATE_PREFIX:
         prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
-    weights, row_max, row_sum, rescale = _softmax_step(scores, visible, row_max, row_sum, scale_log2)
-    if REST_N == 0:
+    weights, row_max, rescale = _softmax_step(scores, visible, row_max, scale_log2)
+    if EARLY_NORM:
         # Fewer weights to normalise than outputs.
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
         weights = weights * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))[:, None]
-    acc = tl.dot(weights.to(DOT), values.to(DOT), input_precision="ieee")
+        acc = tl.dot(weights.to(DOT), values.to(DOT), input_precision="ieee")
+    else:
+        # The sum over the row crosses warps; nothing waits for it yet.
+        acc = tl.dot(weights.to(DOT), values.to(DOT), input_precision="ieee")
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
     if REST_N > 0:
         end = _reach(mask_ptr, row_valid, window, REACH_WORDS)
         for start in tl.range(first_column + BLOCK_N, end, REST_N):
@@ -284,9 +290,8 @@ def tree_window_attention_kernel(
                 BLOCK_D,
             )
             rest_scores = tl.dot(q, tl.trans(rest_keys.to(DOT)), input_precision="ieee")
-            rest_weights, row_max, row_sum, rescale = _softmax_step(
-                rest_scores, rest_visible, row_max, row_sum, scale_log2
-            )
+            rest_weights, row_max, rescale = _softmax_step(rest_scores, rest_visible, row_max, scale_log2)
+            row_sum = row_sum * rescale + tl.sum(rest_weights, 1)
             acc = tl.dot(
                 rest_weights.to(DOT), rest_values.to(DOT), acc * rescale[:, None], input_precision="ieee"
             )
@@ -296,7 +301,7 @@ def tree_window_attention_kernel(
     norm = 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
     share = tl.exp2(lse2 - base) * norm
-    if REST_N > 0:
+    if not EARLY_NORM:
         acc = acc * norm[:, None]
     acc += prefix.to(tl.float32) * share[:, None]
     out_ptr += b * out_stride_b + kv_head * GROUP * out_stride_h
@@ -316,6 +321,7 @@ def _constexprs(tile: Tile, num_rows: int, window: int, *, causal_prefix: bool) 
         "REACH_WORDS": triton.cdiv(window, 64) if rest_n else 0,
         # Registers, or latency where there are enough of them.
         "LATE_PREFIX": tile.block_m >= 64,
+        "EARLY_NORM": rest_n == 0 and tile.block_m >= 64,
     }
 
 
