@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, or not this one."""
+    """Skip what needs a GPU where there is none, or not this one, and what needs a package that is not installed."""
+    has_trtllm = importlib.util.find_spec("tensorrt_llm") is not None
     has_gpu = torch.cuda.is_available()
     has_sm100 = has_gpu and torch.cuda.get_device_capability() in ((10, 0), (10, 3))
     for item in items:
@@ -34,6 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "sm100" in item.keywords and not has_sm100:
             item.add_marker(pytest.mark.skip(reason="needs SM100 or SM103"))
+        # Keywords hold folder names too.
+        if item.get_closest_marker("tensorrt_llm") and not has_trtllm:
+            item.add_marker(pytest.mark.skip(reason="needs the tensorrt_llm package"))
 
 
 @pytest.fixture(scope="session")

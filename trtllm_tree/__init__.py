@@ -9,7 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtllm_tree.config import EngineConfig, SamplingParams, SpeculativeConfig, load_config
+    from trtllm_tree.config import (
+        EngineConfig,
+        GuidedDecodingParams,
+        SamplingParams,
+        SpeculativeConfig,
+        load_config,
+    )
     from trtllm_tree.errors import (
         ConfigError,
         HostError,
@@ -29,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "GuidedDecodingParams",
     "HostError",
     "HostUnavailableError",
     "RequestError",
@@ -42,7 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "config": ("EngineConfig", "SamplingParams", "SpeculativeConfig", "load_config"),
+    "config": ("EngineConfig", "GuidedDecodingParams", "SamplingParams", "SpeculativeConfig", "load_config"),
     "errors": (
         "ConfigError",
         "HostError",

@@ -154,6 +154,8 @@ class LLM:
                 output = _output(request, prompt)
                 output.outputs[0].text_diff = output.outputs[0].text[len(shown_text) :]
                 output.outputs[0].token_ids_diff = output.outputs[0].token_ids[shown_ids:]
+                if output.outputs[0].logprobs is not None:
+                    output.outputs[0].logprobs_diff = output.outputs[0].logprobs[shown_ids:]
                 shown_text, shown_ids = output.outputs[0].text, len(output.outputs[0].token_ids)
                 if request.error is not None:
                     raise request.error
@@ -221,14 +223,19 @@ def _output(request: Request, prompt: Prompt) -> RequestOutput:
         finish_reason=request.finish_reason,
         stop_reason=request.output.stop_reason,
     )
+    if request.params.logprobs is not None:
+        completion.logprobs = list(request.logprobs)
+        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+        completion.cumulative_logprob = sum(entry[token].logprob for token, entry in pairs)
     return RequestOutput(
         request_id=request.request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=list(request.prompt_ids),
         outputs=[completion],
-        acceptance=AcceptanceStats(list(request.accept_lens)),
+        acceptance=AcceptanceStats(list(request.accept_lens), request.num_pruned_drafts),
         finished=request.finish_reason is not None,
         error=request.error,
+        prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
     )
 
 

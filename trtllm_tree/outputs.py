@@ -14,10 +14,12 @@ class AcceptanceStats:
 
     `accept_lens[i]` is the number of tokens kept by the i-th decode forward, the root's prediction (bonus
     token) included; plain decoding keeps 1 each time. The token that prefill predicts is not in here.
-    Tokens that a stop condition cut off are not counted.
+    Tokens that a stop condition cut off are not counted. `num_pruned_drafts` drafted tokens were forbidden by the
+    request's grammar before they were verified.
     """
 
     accept_lens: list[int] = field(default_factory=list)
+    num_pruned_drafts: int = 0
 
     @property
     def target_forwards(self) -> int:
@@ -39,6 +41,18 @@ class AcceptanceStats:
         return dict(sorted(Counter(self.accept_lens).items()))
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """A token's natural log-probability by the model's raw logits, and its rank among all, 1 the likeliest."""
+
+    logprob: float
+    rank: int
+
+
+# By token id: the token itself first, then the likeliest that were asked for.
+TokenLogprobs = dict[int, Logprob]
+
+
 @dataclass
 class CompletionOutput:
     """One generated sequence.
@@ -48,7 +62,9 @@ class CompletionOutput:
         text: the detokenised ids, cut before a stop string.
         finish_reason: None while running, then "stop", "length", "cancelled" or "error".
         stop_reason: the stop token id or stop string that ended it, else None.
-        text_diff, token_ids_diff: what the latest streamed update added.
+        logprobs: one dict for each of `token_ids`; None unless asked for.
+        cumulative_logprob: sum over the chosen tokens; None unless logprobs were asked for.
+        text_diff, token_ids_diff, logprobs_diff: what the latest streamed update added.
     """
 
     index: int = 0
@@ -58,6 +74,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    logprobs_diff: list[TokenLogprobs] | None = None
 
     @property
     def length(self) -> int:
@@ -76,6 +95,8 @@ class RequestOutput:
     acceptance: AcceptanceStats
     finished: bool = False
     error: RequestError | None = None
+    # One a prompt token, None for the first; None unless asked for.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def avg_decoded_tokens_per_iter(self) -> float:

@@ -9,6 +9,7 @@ everything here works on preallocated buffers of fixed shape and address and nev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from trtllm_tree.draft.eagle import Candidates, Eagle
 from trtllm_tree.kernels.chain_window import chain_window
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.sampling.base import Accepted, SamplingBackend
+from trtllm_tree.sampling.edits import LogitEdits
 from trtllm_tree.tree.future import FutureParentMap, FutureWindows
 from trtllm_tree.tree.spec import TreeSpec
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
@@ -65,6 +67,7 @@ class SpecRound:
         hidden: [max_batch * N, F], the host's fixed buffer of target features of the window's rows.
         num_slots: pool slots, the dummy one included.
         tree: the tree's parts, or None for a chain.
+        edits: change the logits before the sampler sees them; None where no request may ask for any.
     """
 
     def __init__(
@@ -76,10 +79,11 @@ class SpecRound:
         hidden: torch.Tensor,
         num_slots: int,
         tree: TreeParts | None,
+        edits: LogitEdits | None = None,
     ) -> None:
         assert config.is_tree == (tree is not None), "tree parts exist exactly when topk > 1"
         self.num_nodes, self.max_path_len = config.num_nodes, config.max_path_len
-        self.drafter, self.sampler, self.tree = drafter, sampler, tree
+        self.drafter, self.sampler, self.tree, self.edits = drafter, sampler, tree, edits
         self.observer: RoundObserver | None = None
         self._hidden = hidden
         device, max_batch = hidden.device, hidden.shape[0] // config.num_nodes
@@ -93,6 +97,12 @@ class SpecRound:
         self.future_input_map[slot].zero_()
         if self.tree is not None:
             self.tree.parents.reset(slot)
+
+    def drafted(self, slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Tokens [B][N] and parents [B][N] (None for chains) of pool slots' next windows; waits for the device."""
+        index = torch.tensor(slots, device=self.future_input_map.device)
+        parents = None if self.tree is None else self.tree.parents.parents[index].tolist()
+        return self.future_input_map[index].tolist(), parents
 
     def open_window(self, batch: RoundBatch) -> VerifyWindow:
         """Read the candidates that the last round left for these requests."""
@@ -108,6 +118,8 @@ class SpecRound:
 
     def close_window(self, batch: RoundBatch, window: VerifyWindow, logits: torch.Tensor) -> Accepted:
         """Verify the window by the target's `logits` [B*N, V], keep the path, and draft the next window."""
+        if self.edits is not None:
+            self.edits.apply(logits, batch.slots, window.tokens, window.tree, window.positions)
         accepted = self.sampler.verify(
             logits, window.tokens, tree=window.tree, slots=batch.slots, positions=window.positions
         )

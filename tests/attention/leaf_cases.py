@@ -11,7 +11,8 @@ from trtllm_tree.attention.cascade import TreeCascade
 from trtllm_tree.attention.leaves.fp8 import query_for
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-# Output and cache have 8 and 4 significant bits; the truth rounds the query as the leaf does.
+# Output and cache have 8 and 4 significant bits; the truth rounds the query as the leaf does. Of what is larger than 1,
+# relative: bfloat16's own spacing is 0.03 from 4 on, and the partial is rounded before the merge is.
 TOLERANCE = 2e-2
 
 
@@ -105,7 +106,7 @@ def check(leaf: AttentionLeaf, case: Case | LatentCase, expected: torch.Tensor, 
         out = cascade.attend(case.q, case.k_cache, case.v_cache, case.page_table, case.rows, scale)
         assert out.shape == expected.shape
         assert out.dtype == case.q.dtype
-        error = (out.double() - expected).abs().max().item()
+        error = ((out.double() - expected).abs() / expected.abs().clamp(min=1)).max().item()
         assert error <= TOLERANCE, f"off by {error}"
 
 

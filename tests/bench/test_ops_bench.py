@@ -50,6 +50,7 @@ TINY = {
     "logprob_topk": Case({"R": 3, "V": 300, "K": 4}, "bfloat16"),
     "greedy_tokens": Case({"R": 3, "V": 300}, "bfloat16"),
     "sampled_tokens": Case({"R": 3, "V": 300, "K": 20, "percent": 95}, "bfloat16"),
+    "rejection_tokens": Case({"B": 2, "N": 5, "V": 300, "K": 20, "percent": 95}, "bfloat16"),
     "compact_window_rows": Case({"L": 2, "B": 2, "N": 12, "R": 4, "identity": 0}, "bfloat16"),
     "tree_ancestors": Case({"B": 2, "N": 9}),
     "draft_tree_expand": Case({"B": 2, "K": 3, "S": 3, "H": 8}, "bfloat16"),

@@ -110,9 +110,14 @@ def test_the_tree_config_needs_only_a_head_and_runs_on_both_hosts(
         ({"tree_topk": 4}, "tree_topk", "Write dynamic_tree_max_topK."),
         ({"max_draft_length": 4}, "max_draft_length", "Did you mean max_draft_len?"),
         (
-            {"use_rejection_sampling": True},
+            {"eagle3_one_model": False},
+            "eagle3_one_model",
+            "Remove eagle3_one_model or set it to True, or run on TensorRT-LLM.",
+        ),
+        (
+            {"use_rejection_sampling": "yes"},
             "use_rejection_sampling",
-            "Remove use_rejection_sampling or set it to False, or run on TensorRT-LLM.",
+            "Set use_rejection_sampling to false.",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,73 @@ def test_sampled_runs_of_a_comparison_share_the_seed_that_is_printed(
     assert main([*argv, "--seed", seed]) == 0
     again = _last_json(capsys)["token_ids"]
     assert again == report["plain"]["token_ids"] != _plain_ids(tiny_target, 12)
+
+
+def test_a_comparison_edits_logits_as_the_options_say(
+    config: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "generate",
+        "--config",
+        config,
+        "--prompt",
+        PROMPT,
+        "--raw",
+        "--max-tokens",
+        "12",
+        "--compare",
+        "--json",
+    ]
+    argv += ["--repetition-penalty", "1.5", "--frequency-penalty", "0.4", "--presence-penalty", "0.3"]
+    argv += ["--logit-bias", "40=3.5", "--logit-bias", "41=-2", "--min-tokens", "9", "--bad-word", "ab"]
+    assert main(argv) == 0
+    report = _last_json(capsys)
+    params = SamplingParams(
+        max_tokens=12,
+        repetition_penalty=1.5,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        logit_bias={40: 3.5, 41: -2.0},
+        min_tokens=9,
+        bad_words=["ab"],
+    )
+    with LLM(str(tiny_target), dtype="float32", max_seq_len=256) as llm:
+        want = llm.generate(PROMPT, params).outputs[0].token_ids
+    assert report["identical"] is True and report["tree"]["token_ids"] == want != _plain_ids(tiny_target, 12)
+    with pytest.raises(SystemExit):
+        main([*argv, "--logit-bias", "40"])
+    assert "'40' is not ID=BIAS" in capsys.readouterr().err
+
+
+def test_a_comparison_follows_a_grammar(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xgrammar")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "g.ebnf"
+    schema.write_text('{"type": "integer", "minimum": 1, "maximum": 9}')
+    grammar.write_text('root ::= "<" [a-c] ">"')
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw", "--max-tokens", "20", "--json"]
+    for options, pattern in (
+        (["--json-schema", str(schema)], "[1-9]"),
+        (["--regex", "[a-f]{3}"], "[a-f]{3}"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+        (["--grammar", str(grammar)], "<[a-c]>"),
+        (["--json-object"], r"[\[{].*"),
+    ):
+        assert main([*argv, *options]) == 0
+        assert re.fullmatch(pattern, _last_json(capsys)["text"], re.DOTALL)
+    assert main([*argv, "--compare", "--regex", "[a-f]{3}"]) == 0
+    assert _last_json(capsys)["identical"] is True
+
+
+def test_a_grammar_that_is_missing_or_wrong_is_an_error_line(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw"]
+    assert main([*argv, "--json-schema", str(tmp_path / "none.json")]) == 1
+    assert "--json-schema" in capsys.readouterr().err
+    assert main([*argv, "--choice", ""]) == 1
+    assert "guided_decoding.choice" in capsys.readouterr().err
 
 
 def test_a_config_without_a_head_cannot_be_compared(

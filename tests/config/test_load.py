@@ -260,12 +260,11 @@ def refused(config: RunConfig, host: Any) -> list[str]:
     [
         ("attn_backend", "FLASHINFER", "TRTLLM"),
         ("tensor_parallel_size", 2, 1),
-        ("guided_decoding_backend", "xgrammar", None),
+        ("guided_decoding_backend", "llguidance", None),
         ("cuda_graph_config", {"enable_padding": True}, {}),
         ("trust_remote_code", True, False),
         ("kv_cache_config.enable_block_reuse", True, False),
         ("kv_cache_config.free_gpu_memory_fraction", 0.5, 0.9),
-        ("speculative_config.use_rejection_sampling", True, False),
         ("speculative_config.eagle_choices", [[0]], None),
         ("speculative_config.eagle3_one_model", False, True),
     ],

@@ -229,3 +229,19 @@ def test_keys_of_tensorrt_llm_without_a_field_are_kept() -> None:
     assert config.to_trtllm() == trtllm(eagle3_one_model=False, sa_config={"threshold": 4})
     messages = errors_of(host_options={"max_draft_len": 3})
     assert messages == ["host_options = 'max_draft_len': has a field of its own. Use the field instead."]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_rejection_sampling_is_read_and_written(value: bool) -> None:
+    config = SpeculativeConfig.from_trtllm(trtllm(use_rejection_sampling=value))
+    assert config.use_rejection_sampling is value and config.host_options == {}
+    assert config.to_trtllm().get("use_rejection_sampling", False) is value
+    assert SpeculativeConfig.from_trtllm(config.to_trtllm()) == config
+    assert not SpeculativeConfig().use_rejection_sampling
+
+
+def test_a_rejection_sampling_that_is_no_flag_is_an_error() -> None:
+    (message,) = trtllm_errors(use_rejection_sampling=1)
+    assert "speculative_config.use_rejection_sampling = 1: must be true or false" in message
+    (message,) = errors_of(use_rejection_sampling="no")
+    assert message.startswith("use_rejection_sampling = 'no'")

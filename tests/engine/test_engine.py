@@ -19,7 +19,9 @@ from trtllm_tree.engine.model_runner import ModelRunner, load_model_config, targ
 from trtllm_tree.engine.plain import PlainDecode
 from trtllm_tree.engine.request import Request
 from trtllm_tree.errors import RequestError, UnsupportedError
+from trtllm_tree.sampling.edits import LogitEdits
 from trtllm_tree.sampling.gumbel import SlotDraws
+from trtllm_tree.sampling.logprobs import TargetLogprobs
 
 EOS = 2
 NUM_TOKENS = 24
@@ -82,11 +84,15 @@ def _engine(
         ]
     )
     draws = SlotDraws(max_batch_size + 1, max_batch_size, device=runner.device)
+    edits = LogitEdits(max_batch_size + 1, max_batch_size, runner.config.vocab_size, device=runner.device)
+    logprobs = TargetLogprobs(edits)
     return Engine(
         runner,
         cache,
-        PlainDecode(max_batch_size + 1, runner.device, TorchDecodeAttention(), draws),
+        PlainDecode(max_batch_size + 1, runner.device, TorchDecodeAttention(), draws, edits, logprobs),
         draws,
+        edits,
+        logprobs,
         tokenizer=None,
         eos_ids=[EOS],
         max_batch_size=max_batch_size,

@@ -16,11 +16,15 @@ from trtllm_tree.attention.compact import KVCompactor
 from trtllm_tree.bench.ops.entry import Call, Case
 from trtllm_tree.bench.ops.round_glue import RoundRig
 from trtllm_tree.bench.ops.timing import launches
+from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.round import SpecRound, TreeParts
+from trtllm_tree.sampling.base import SamplingBackend
 from trtllm_tree.sampling.greedy import GreedySampler
+from trtllm_tree.sampling.gumbel import GumbelSampler, SlotDraws
+from trtllm_tree.sampling.rejection import TreeRejectionSampler
 from trtllm_tree.tree.future import FutureParentMap
 from trtllm_tree.tree.lanes import TreeDraftInputs
 from trtllm_tree.tree.spec import TreeSpec
@@ -32,6 +36,10 @@ CONFIGS = {
     "wide tree": SpeculativeConfig(tree_topk=8, num_steps=4, num_nodes=100),
     "chain": SpeculativeConfig(tree_topk=1, num_steps=4),
 }
+
+SAMPLERS = ("greedy", "gumbel", "rejection")
+# By pool slot, sampled and greedy requests in one batch.
+PARAMS = {4: {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, 0: {"temperature": 1.5}, 2: {}}
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +125,19 @@ class Rig:
         return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
-def _rig(config: SpeculativeConfig, device: str) -> Rig:
+def _sampler(name: str, config: SpeculativeConfig, device: str) -> SamplingBackend:
+    sizes = {"device": device, "tree": config.is_tree}
+    if name == "greedy":
+        return GreedySampler(BATCH, config.num_nodes, **sizes)
+    draws = SlotDraws(NUM_SLOTS, BATCH * config.num_nodes, device=device)
+    for slot, options in PARAMS.items():
+        draws.reset(slot, SamplingParams(**options), seed=100 + slot)
+    draws.plan(list(PARAMS))
+    backend = GumbelSampler if name == "gumbel" else TreeRejectionSampler
+    return backend(draws, BATCH, config.num_nodes, **sizes)
+
+
+def _rig(config: SpeculativeConfig, device: str, sampler: str = "greedy") -> Rig:
     generator = torch.Generator().manual_seed(7)
     nodes = config.num_nodes
 
@@ -133,7 +153,7 @@ def _rig(config: SpeculativeConfig, device: str) -> Rig:
     spec_round = SpecRound(
         config,
         drafter=Eagle(model, config, max_batch=BATCH, vocab_size=DRAFT_VOCAB, device=device),
-        sampler=GreedySampler(BATCH, nodes, device=device, tree=config.is_tree),
+        sampler=_sampler(sampler, config, device),
         hidden=hidden,
         num_slots=NUM_SLOTS,
         tree=TreeParts(
@@ -174,8 +194,9 @@ def _assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_round_never_syncs_and_never_allocates(name: str) -> None:
-    rig, reference = _rig(CONFIGS[name], "cuda"), _rig(CONFIGS[name], "cpu")
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_round_never_syncs_and_never_allocates(name: str, sampler: str) -> None:
+    rig, reference = _rig(CONFIGS[name], "cuda", sampler), _rig(CONFIGS[name], "cpu", sampler)
     rig.step()  # compiles the kernels
     reference.step()
     _assert_same(rig.state(), reference.state())
@@ -193,8 +214,9 @@ def test_round_never_syncs_and_never_allocates(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_captured_round_replays_as_the_eager_one(name: str) -> None:
-    rig, reference = _rig(CONFIGS[name], "cuda"), _rig(CONFIGS[name], "cpu")
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_captured_round_replays_as_the_eager_one(name: str, sampler: str) -> None:
+    rig, reference = _rig(CONFIGS[name], "cuda", sampler), _rig(CONFIGS[name], "cpu", sampler)
     rig.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -23,6 +23,7 @@ from tests.hosts.embedded_engine import (
 from tests.oracles.known_continuation import KnownContinuation, RoundLog
 from trtllm_tree import LLM
 from trtllm_tree.engine.model_runner import ModelRunner
+from trtllm_tree.engine.request import Request
 
 
 def _drafted_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[torch.Tensor]]:
@@ -120,10 +121,14 @@ def test_draft_logits_that_are_nan_cost_acceptance_alone(
         model = llm.spec_round.drafter._model
         logits = model.logits
 
-        def poisoned(hidden: torch.Tensor, logits: Callable[..., torch.Tensor] = logits) -> torch.Tensor:
+        def poisoned(
+            hidden: torch.Tensor,
+            logits: Callable[..., torch.Tensor] = logits,
+            running: list[Request] = llm.engine._scheduler.running,
+        ) -> torch.Tensor:
             out = logits(hidden)
             # Requests end when a draft happens to be right, and not all in the same step.
-            if len(llm.engine._scheduler.running) == len(prompts):
+            if len(running) == len(prompts):
                 out.view(len(prompts), -1, out.shape[-1])[1].fill_(torch.nan)
             return out
 

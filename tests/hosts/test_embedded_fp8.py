@@ -149,7 +149,9 @@ def assert_tokens(outputs: Sequence[RequestOutput], truths: Truths, target: Path
     Float32 products of other shapes differ in the last bit. A key that lies in the middle of two E4M3 values is then
     stored as the other one, an eighth away, which moved these models' logits (up to 10) by 0.23 on one machine.
     """
-    assert sum(o.outputs[0].token_ids == t[:length] for o, t in zip(outputs, truths.values(), strict=True)) > 1
+    assert (
+        sum(o.outputs[0].token_ids == t[:length] for o, t in zip(outputs, truths.values(), strict=True)) > 1
+    )
     for (prompt, truth), output in zip(truths.items(), outputs, strict=True):
         want, got = truth[:length], output.outputs[0].token_ids
         assert len(got) == len(want) or got[-1] != want[min(len(got), len(want)) - 1]

@@ -348,7 +348,7 @@ def test_trees_are_resolved_over_the_targets_leaf_and_the_heads_own(
     asked = []
     monkeypatch.setattr(host, "resolve_tree_support", lambda *leaves: asked.append(leaves))
     hook = build(MAIN).engine.hook
-    ((target_leaf, draft_leaf),) = asked
+    ((target_leaf, draft_leaf, _),) = asked
     assert hook._cascade.leaf is target_leaf and hook._draft_model._cascade.leaf is draft_leaf
     assert target_leaf._shape.value_dim == 32 and target_leaf is not draft_leaf
     build(CHAIN)

@@ -71,7 +71,7 @@ MODEL_ASKS: dict[str, dict[str, Any]] = {
     "logit_options": {"logit_scale": 0.5},
 }
 # Nothing can ask for these, or what asks is a file of a head or a request, which have tests of their own.
-ELSEWHERE = {"sampled", "mla_draft", "mixed_batches", "sliding_lanes"}
+ELSEWHERE = {"sampled", "logit_edits", "logprobs", "mla_draft", "mixed_batches", "sliding_lanes"}
 
 
 def run_of(

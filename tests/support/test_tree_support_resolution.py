@@ -34,6 +34,17 @@ class FakeBackend:
         return self.children
 
 
+@dataclass(frozen=True)
+class FakeSampler:
+    """A sampling backend, as far as it is asked."""
+
+    name: str
+    supports_tree_verify: bool
+
+
+SAMPLER = FakeSampler("walks", True)
+
+
 def blockers(target: FakeBackend, draft: FakeBackend) -> list[tuple[str, object, str]]:
     return [(problem.option, problem.value, problem.rule) for problem in tree_blockers(target, draft)]
 
@@ -43,9 +54,9 @@ def test_backends_that_support_their_part_are_no_blockers():
     target = FakeBackend("target", lanes="no lane tables", children=[FakeBackend("mla", lanes="no lanes")])
     draft = FakeBackend("draft", verify="no verify masks")
     assert blockers(target, draft) == []
-    resolve_tree_support(target, draft)
+    resolve_tree_support(target, draft, SAMPLER)
     leaf = ReferenceLeaf()
-    resolve_tree_support(leaf, leaf)
+    resolve_tree_support(leaf, leaf, SAMPLER)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,7 @@ def test_backends_that_support_their_part_are_no_blockers():
 def test_each_blocker_names_part_backend_reason_and_remedy(target, draft, expected):
     assert blockers(target, draft) == [expected]
     with pytest.raises(UnsupportedError) as caught:
-        resolve_tree_support(target, draft)
+        resolve_tree_support(target, draft, SAMPLER)
     for word in (*expected, "tree_topk=1"):
         assert str(word) in str(caught.value)
 
@@ -91,9 +102,20 @@ def test_all_blockers_are_reported_at_once():
     ]
     assert blockers(target, draft) == expected
     with pytest.raises(UnsupportedError) as caught:
-        resolve_tree_support(target, draft)
+        resolve_tree_support(target, draft, SAMPLER)
     assert len(caught.value.problems) == 5
     assert len(str(caught.value).splitlines()) == 5
+
+
+def test_a_sampling_backend_without_trees_is_one_more_blocker_in_the_report():
+    target, draft = FakeBackend("xqa", verify="gives no log-sum-exp"), FakeBackend("triton")
+    sampler = FakeSampler("ratios", False)
+    assert tree_blockers(draft, draft, SAMPLER) == []
+    with pytest.raises(UnsupportedError) as caught:
+        resolve_tree_support(target, draft, sampler)
+    found = [(problem.option, problem.value) for problem in caught.value.problems]
+    assert found == [("verify attention backend", "xqa"), ("sampling backend", "ratios")]
+    assert "tree_topk=1" in str(caught.value).splitlines()[1]
 
 
 def test_a_composite_cannot_answer_for_a_child():
@@ -115,7 +137,7 @@ def test_a_backend_without_an_answer_is_no_silent_yes():
             return ()
 
     with pytest.raises(AttributeError, match="tree_support"):
-        resolve_tree_support(Legacy(), FakeBackend("draft"))
+        resolve_tree_support(Legacy(), FakeBackend("draft"), SAMPLER)
 
 
 def test_a_nested_composites_own_refusal_stands_beside_those_of_its_children():

@@ -7,12 +7,14 @@ import json
 import secrets
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.guided_decoding import GuidedDecodingParams
 from trtllm_tree.config.load import RunConfig, load_config
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
@@ -35,6 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_run_arguments(parser)
     _add_sampling_arguments(parser)
+    _add_grammar_arguments(parser)
     parser.add_argument(
         "--compare", action="store_true", help="run plain, chain and tree, and say whether they agree"
     )
@@ -62,7 +65,66 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, help="of these, among the likeliest that hold P of the probability"
     )
     group.add_argument("--min-p", type=float, help="of these, among those P times as likely as the likeliest")
+    group.add_argument("--repetition-penalty", type=float, help="divides logits of tokens seen (default: 1)")
+    group.add_argument(
+        "--frequency-penalty", type=float, help="taken off for every time a token was generated"
+    )
+    group.add_argument("--presence-penalty", type=float, help="taken off for a token that was generated")
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=BIAS",
+        help="added to the logit of a token id; may be repeated",
+    )
+    group.add_argument("--min-tokens", type=int, default=0, help="tokens before the output may end")
+    group.add_argument(
+        "--bad-word", action="append", metavar="TEXT", help="is not generated; may be repeated"
+    )
     group.add_argument("--seed", type=int, help="of the draws (default: a new one, which is printed)")
+
+
+def _add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structured output", "the form of the output; one of these")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", metavar="FILE", help="JSON that is valid by this schema")
+    one.add_argument("--json-object", action="store_true", help="any JSON object or array")
+    one.add_argument("--regex", metavar="TEXT", help="a text that matches as a whole")
+    one.add_argument("--choice", action="append", metavar="TEXT", help="one of the texts; may be repeated")
+    one.add_argument(
+        "--grammar", metavar="FILE", help="a text of this EBNF grammar, whose first rule is root"
+    )
+
+
+def _grammar_of(args: argparse.Namespace) -> GuidedDecodingParams | None:
+    options = {
+        "json": None if args.json_schema is None else _file_text("--json-schema", args.json_schema),
+        "json_object": args.json_object,
+        "regex": args.regex,
+        "choice": args.choice,
+        "grammar": None if args.grammar is None else _file_text("--grammar", args.grammar),
+    }
+    return (
+        GuidedDecodingParams(**options)
+        if any(value not in (None, False) for value in options.values())
+        else None
+    )
+
+
+def _file_text(option: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule, remedy = f"cannot be read ({error})", "Name a text file in UTF-8."
+        raise ConfigError(Problem(option, path, rule, remedy)) from error
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, as in 42=-1.5") from None
 
 
 def _sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -74,6 +136,13 @@ def _sampling_of(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         seed=args.seed,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logit_bias=dict(args.logit_bias) if args.logit_bias else None,
+        min_tokens=args.min_tokens,
+        bad_words=args.bad_word,
+        guided_decoding=_grammar_of(args),
     )
     return replace(params, seed=secrets.randbits(64)) if params.is_sampled and args.seed is None else params
 
@@ -140,6 +209,10 @@ def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace
         rule = "--compare needs a draft head"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
     speculative = config.speculative
+    if speculative.use_rejection_sampling and params.is_sampled:
+        rule = "rejection sampling keeps the law of plain decoding, not its tokens, so there is nothing to compare"
+        remedy = "Set use_rejection_sampling to false, or leave --temperature out."
+        raise ConfigError(Problem("speculative_config.use_rejection_sampling", True, rule, remedy))
     chain = SpeculativeConfig(
         tree_topk=1, num_steps=speculative.num_steps, speculative_model=speculative.speculative_model
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.guided_decoding import GuidedDecodingParams
 from trtllm_tree.config.host_rules import HOSTS, Host, host_problems
 from trtllm_tree.config.load import RunConfig, load_config, read_config
 from trtllm_tree.config.sampling import SamplingParams
@@ -11,6 +12,7 @@ from trtllm_tree.config.speculative import SpeculativeConfig
 __all__ = [
     "HOSTS",
     "EngineConfig",
+    "GuidedDecodingParams",
     "Host",
     "RunConfig",
     "SamplingParams",

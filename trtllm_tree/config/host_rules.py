@@ -20,7 +20,10 @@ HOSTS: tuple[str, ...] = get_args(Host)
 
 STATIC_TREE_RULE = "static trees are not drafted here"
 EMBEDDED_RULE = "the embedded host does not honour it"
+# Values that the embedded host has a meaning for.
+_EMBEDDED_VALUES = {"guided_decoding_backend": "xgrammar"}
 _EMBEDDED_REMEDIES = {
+    "guided_decoding_backend": "Set guided_decoding_backend to xgrammar.",
     "kv_cache_config.free_gpu_memory_fraction": "Size the pool with kv_cache_config.max_tokens instead.",
     "kv_cache_config.enable_block_reuse": "Set enable_block_reuse to false.",
     "max_input_len": "Limit requests with max_seq_len instead.",
@@ -55,7 +58,11 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     options = dict(_set_options(config))
     problems = _head_missing(config)
     if host == "embedded":
-        problems += [_embedded_refusal(option, *pair) for option, pair in options.items()]
+        problems += [
+            _embedded_refusal(option, *pair)
+            for option, pair in options.items()
+            if option not in _EMBEDDED_VALUES or pair[0] != _EMBEDDED_VALUES[option]
+        ]
         return problems + kv_cache_dtype_problems(config.engine.kv_cache_dtype, "kv_cache_config.dtype")
     if "speculative_config.eagle_choices" in options:
         value, _ = options["speculative_config.eagle_choices"]
@@ -63,6 +70,8 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
         problems.append(Problem("speculative_config.eagle_choices", value, STATIC_TREE_RULE, remedy))
     if config.speculative is not None and config.speculative.is_tree:
         problems += _trtllm_size_problems(config.speculative)
+        if config.speculative.use_rejection_sampling:
+            options["speculative_config.use_rejection_sampling"] = (True, False)
         for option, rule in TREE_REFUSALS.items():
             if option in options:
                 value, neutral = options[option]

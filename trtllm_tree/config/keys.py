@@ -23,7 +23,7 @@ DECODING_TYPES = (
 # Keys of Eagle3DecodingConfig that SpeculativeConfig has a field for.
 SPECULATIVE_FIELDS = (
     "decoding_type", "max_draft_len", "max_total_draft_tokens", "speculative_model", "speculative_model_dir",
-    "use_dynamic_tree", "dynamic_tree_max_topK",
+    "use_dynamic_tree", "dynamic_tree_max_topK", "use_rejection_sampling",
 )  # fmt: skip
 
 # The other keys of Eagle3DecodingConfig. `max_batch_size` is public in older versions only.
@@ -44,7 +44,6 @@ SPECULATIVE_OPTIONS: dict[str, object] = {
     "num_eagle_layers": None,
     "posterior_threshold": None,
     "sa_config": None,
-    "use_rejection_sampling": False,
 }
 
 # Top-level keys and kv_cache_config keys that EngineConfig has a field for: key -> field.

@@ -9,11 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trtllm_tree.config.guided_decoding import GuidedDecodingParams
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.errors import Problem
 
 # Far above any use, and small enough that no float32 overflows.
-MAX_TEMPERATURE = 1e6
+MAX_TEMPERATURE = MAX_EDIT = 1e6
+# Per request: ids that logit_bias, min_tokens and bad words of one token edit; bad words of several tokens, and theirs.
+MAX_EDITED_IDS = 2048
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_LEN = 32
+# As many as OpenAI's interface has.
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +34,21 @@ class SamplingParams:
         top_p: of these, among the likeliest that together hold at least this much probability.
         min_p: of these, among tokens at least `min_p` times as likely as the likeliest.
         seed: same seed, same tokens, however the request is batched and whatever is drafted. None draws one.
+        repetition_penalty: logits of ids in the prompt or the output are divided by it where positive, else multiplied.
+        frequency_penalty: taken off an id's logit for every time it is in the output.
+        presence_penalty: taken off the logits of ids in the output, once.
+        logit_bias: token id -> what is added to its logit; -inf is no bias, `bad_words_ids` bans.
+        min_tokens: tokens to generate before an end token, a stop id or a stop string can end the output.
+        bad_words: strings that are not generated, as the tokens they have at the start of a text and behind a space.
+        bad_words_ids: token sequences that are not generated.
+        guided_decoding: a grammar that the output follows; its end ends the output, with the model's end token.
+        logprobs: return every output token's log-probability, rank and this many likeliest tokens, 0 to 20; by the
+            model's raw logits: before temperature, penalties, bans and grammars.
+        prompt_logprobs: the same of every prompt token but the first. Prefill then computes logits of all its rows.
         stop: strings that end the output.
         stop_token_ids: token ids that end the output, besides the model's own end token.
         include_stop_str_in_output: keep the stop string in the text.
-        ignore_eos: do not stop at the model's end token.
+        ignore_eos: do not stop at the model's end token, unless a grammar has ended.
         skip_special_tokens: leave special tokens out of the text.
         n: completions per prompt; only 1 is served yet.
     """
@@ -41,6 +59,16 @@ class SamplingParams:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int = 0
+    bad_words: list[str] | None = None
+    bad_words_ids: list[list[int]] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided_decoding: GuidedDecodingParams | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -54,18 +82,37 @@ class SamplingParams:
         return bool(self.temperature)
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence; (1, 0, 0) changes nothing."""
+        repetition = 1.0 if self.repetition_penalty is None else self.repetition_penalty
+        return repetition, self.frequency_penalty or 0.0, self.presence_penalty or 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens have to be counted."""
+        return self.penalties != (1.0, 0.0, 0.0)
+
+    @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def validate(self) -> list[Problem]:
         """Every option that is wrong or cannot be honoured; empty if the request can be served."""
-        problems = self._sampling_problems() + self._stop_problems()
+        problems = self._sampling_problems() + self._edit_problems() + self._stop_problems()
         if not is_int(self.max_tokens) or self.max_tokens < 1:
             problems.append(_wrong("max_tokens", self.max_tokens, "must be a positive integer", 32))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(_wrong(name, getattr(self, name), "must be true or false", False))
+        if isinstance(self.guided_decoding, GuidedDecodingParams):
+            problems += self.guided_decoding.problems()
+        elif self.guided_decoding is not None:
+            rule, remedy = (
+                "must be GuidedDecodingParams",
+                "Pass GuidedDecodingParams(json=...), or leave it out.",
+            )
+            problems.append(Problem("guided_decoding", self.guided_decoding, rule, remedy))
         return problems
 
     def _sampling_problems(self) -> list[Problem]:
@@ -88,6 +135,46 @@ class SamplingParams:
             problems.append(_wrong("n", self.n, "one completion per prompt is served so far", 1))
         return problems
 
+    def _edit_problems(self) -> list[Problem]:
+        problems = []
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and -2 <= value <= 2):
+                problems.append(_wrong(name, value, "must be a number between -2 and 2", 0.0))
+        repetition = self.repetition_penalty
+        if repetition is not None and not (_is_number(repetition) and 1 / MAX_EDIT <= repetition <= MAX_EDIT):
+            rule = f"must be a number between {1 / MAX_EDIT} and {MAX_EDIT:.0f}"
+            problems.append(_wrong("repetition_penalty", repetition, rule, 1.0))
+        bias = self.logit_bias
+        if bias is not None and not (
+            isinstance(bias, dict)
+            and all(is_int(token) and token >= 0 for token in bias)
+            and all(_is_number(value) and abs(value) <= MAX_EDIT for value in bias.values())
+        ):
+            rule = f"must map token ids >= 0 to numbers of at most {MAX_EDIT:.0f} in size"
+            remedy = "Ban tokens with bad_words_ids."
+            problems.append(Problem("logit_bias", bias, rule, remedy))
+        if not is_int(self.min_tokens) or self.min_tokens < 0:
+            problems.append(_wrong("min_tokens", self.min_tokens, "must be an integer >= 0", 0))
+        elif is_int(self.max_tokens) and self.min_tokens > self.max_tokens > 0:
+            rule = f"must be at most max_tokens = {self.max_tokens}"
+            problems.append(_wrong("min_tokens", self.min_tokens, rule, self.max_tokens))
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not (is_int(value) and 0 <= value <= MAX_LOGPROBS):
+                problems.append(_wrong(name, value, f"must be an integer from 0 to {MAX_LOGPROBS}", 1))
+        words = self.bad_words
+        if words is not None and not (
+            isinstance(words, list) and all(isinstance(word, str) and word.strip() for word in words)
+        ):
+            rule, remedy = "must be a list of strings that are not blank", "Leave it out for none."
+            problems.append(Problem("bad_words", words, rule, remedy))
+        ids = self.bad_words_ids
+        if ids is not None and not (isinstance(ids, list) and all(_is_token_list(word) for word in ids)):
+            rule, remedy = "must be a list of non-empty lists of token ids >= 0", "Leave it out for none."
+            problems.append(Problem("bad_words_ids", ids, rule, remedy))
+        return problems
+
     def _stop_problems(self) -> list[Problem]:
         problems = []
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -105,6 +192,10 @@ class SamplingParams:
 
 def _wrong(option: str, value: object, rule: str, working: object) -> Problem:
     return Problem(option, value, rule, f"Set {option} to {working}.")
+
+
+def _is_token_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_int(token) and token >= 0 for token in value)
 
 
 def _is_number(value: object) -> bool:

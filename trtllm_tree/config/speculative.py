@@ -43,6 +43,8 @@ class SpeculativeConfig:
             a legal count; after construction it is an int.
         speculative_model: directory of the draft head, or "demo".
         decoding_type: TensorRT-LLM's name of the drafter; "Eagle3" is the one there is.
+        use_rejection_sampling: above temperature 0, accept drafts by rejection, which keeps the target's law but not
+            the tokens that plain decoding with the same seed gives. False, the default, keeps these too.
         host_options: further keys of TensorRT-LLM's Eagle3DecodingConfig, kept for that host.
 
     Raises:
@@ -55,6 +57,7 @@ class SpeculativeConfig:
     num_nodes: int = cast("int", None)
     speculative_model: str | None = None
     decoding_type: str = "Eagle3"
+    use_rejection_sampling: bool = False
     host_options: dict[str, object] = field(default_factory=dict, hash=False)
     is_default_nodes: bool = field(init=False, repr=False, compare=False)
 
@@ -62,6 +65,7 @@ class SpeculativeConfig:
         problems = tree_problems(self.tree_topk, self.num_steps, self.num_nodes, PYTHON_SPELLING)
         problems += _decoding_type_problems("decoding_type", self.decoding_type)
         problems += _head_problems("speculative_model", self.speculative_model)
+        problems += _flag_problems("use_rejection_sampling", self.use_rejection_sampling)
         problems += unknown_key_problems("speculative_config", self.host_options)
         problems += _field_problems(self.host_options)
         if problems:
@@ -111,6 +115,8 @@ class SpeculativeConfig:
             keys["use_dynamic_tree"] = True
             keys["dynamic_tree_max_topK"] = self.tree_topk
             keys["max_total_draft_tokens"] = min(total, limit) if self.is_default_nodes else total
+        if self.use_rejection_sampling:
+            keys["use_rejection_sampling"] = True
         return keys | self.host_options
 
     @classmethod
@@ -130,6 +136,8 @@ class SpeculativeConfig:
         problems += unknown_key_problems("speculative_config", mapping)
         head = _read_head(mapping, problems)
         topk = _read_topk(mapping, problems)
+        rejection = mapping.get("use_rejection_sampling", False)
+        problems += _flag_problems("speculative_config.use_rejection_sampling", rejection)
         steps = mapping.get("max_draft_len")
         if steps is None:
             rule, remedy = "TensorRT-LLM requires it", f"Set max_draft_len to {DEFAULT_STEPS}."
@@ -145,7 +153,12 @@ class SpeculativeConfig:
         nodes = 1 + (topk * steps if total is None else total)
         options = {key: mapping[key] for key in SPECULATIVE_OPTIONS if key in mapping}
         return cls(
-            tree_topk=topk, num_steps=steps, num_nodes=nodes, speculative_model=head, host_options=options
+            tree_topk=topk,
+            num_steps=steps,
+            num_nodes=nodes,
+            speculative_model=head,
+            use_rejection_sampling=cast("bool", rejection),
+            host_options=options,
         )
 
 
@@ -169,6 +182,12 @@ def _head_problems(option: str, value: object) -> list[Problem]:
     if value is None or (isinstance(value, str) and value):
         return []
     return [Problem(option, value, "must be the path of a draft head", 'Name its directory, or "demo".')]
+
+
+def _flag_problems(option: str, value: object) -> list[Problem]:
+    if isinstance(value, bool):
+        return []
+    return [Problem(option, value, "must be true or false", f"Set {option.rpartition('.')[2]} to false.")]
 
 
 def _read_head(mapping: Mapping[str, object], problems: list[Problem]) -> str | None:

@@ -7,14 +7,22 @@ small model's step is a thousand launches, which the host cannot issue as fast a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.model_runner import ModelRunner
-from trtllm_tree.engine.ports import DecodeBatch, DecodeHook, ForwardBatch, StepTokens, TokenDraws
+from trtllm_tree.engine.ports import (
+    DecodeBatch,
+    DecodeHook,
+    ForwardBatch,
+    LogitEditor,
+    LogprobReader,
+    StepTokens,
+    TokenDraws,
+)
 from trtllm_tree.kernels.window_slots import window_slots
 
 
@@ -75,30 +83,39 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Replays captured steps, one graph a batch size (powers of two, and the largest) and kind of draws.
+    """Replays captured steps, one graph a batch size (powers of two, and the largest) and kind of step.
 
     A batch between two sizes is filled up with pad rows: the pad slot owns no page and has no committed token, so
     its rows write to the dummy page and nobody reads them.
 
     Args:
         step: the eager step; runs instead while the hook is not graph-safe.
-        draws: planned for the step that is run.
+        draws, edits, logprobs: planned for the step that is run.
         max_batch_size: also the index of the pad slot.
         max_seq_len: bound of every committed length.
     """
 
-    def __init__(self, step: DecodeStep, draws: TokenDraws, *, max_batch_size: int, max_seq_len: int) -> None:
-        self._draws = draws
+    def __init__(
+        self,
+        step: DecodeStep,
+        draws: TokenDraws,
+        edits: LogitEditor,
+        logprobs: LogprobReader,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+    ) -> None:
+        self._planned = (draws, edits, logprobs)
         self._step, self._max_batch_size, self._max_seq_len = step, max_batch_size, max_seq_len
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._captured: dict[tuple[Hashable, ...], _Captured] = {}
 
     def run(self, slots: Sequence[int], committed_lens: Sequence[int]) -> StepTokens:
         """See `DecodeStep.run`."""
         if not self._step.hook.graph_safe:
             return self._step.run(slots, committed_lens)
         size = min(1 << (len(slots) - 1).bit_length(), self._max_batch_size)
-        key = (size, self._draws.is_greedy)
+        key = (size, *(planned.kind for planned in self._planned))
         if key not in self._captured:
             self._captured[key] = self._capture(size)
         captured, num_pads = self._captured[key], size - len(slots)
@@ -106,7 +123,12 @@ class DecodeGraphs:
         captured.committed_lens.copy_(torch.tensor([*committed_lens, *[0] * num_pads], dtype=torch.int32))
         captured.graph.replay()
         kept = slice(len(slots))
-        return StepTokens(captured.result.tokens[kept], captured.result.num_tokens[kept])
+        result = captured.result
+        logprobs = None
+        if result.logprobs is not None:
+            values, ids, ranks = result.logprobs
+            logprobs = values[kept], ids[kept], ranks[kept]
+        return StepTokens(result.tokens[kept], result.num_tokens[kept], logprobs)
 
     def _capture(self, size: int) -> _Captured:
         """Capture a step of `size` pad rows. The run that compiles and warms up before it touches no request."""

@@ -12,15 +12,26 @@ import torch
 
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.tree_rules import is_int
+from trtllm_tree.engine.bad_words import bad_word_tokens, edit_problems
 from trtllm_tree.engine.chain_attention import PrefillAttention
 from trtllm_tree.engine.decode_step import DecodeGraphs, DecodeStep
 from trtllm_tree.engine.kv_cache import KVCache
+from trtllm_tree.engine.logprobs import token_logprobs
 from trtllm_tree.engine.model_runner import ModelRunner
 from trtllm_tree.engine.output import OutputText
-from trtllm_tree.engine.ports import DecodeHook, ForwardBatch, Segment, TokenDraws
+from trtllm_tree.engine.ports import (
+    DecodeHook,
+    ForwardBatch,
+    LogitEditor,
+    LogprobReader,
+    OutputGrammars,
+    Segment,
+    TokenDraws,
+)
 from trtllm_tree.engine.request import Request
 from trtllm_tree.engine.scheduler import Scheduler
 from trtllm_tree.errors import Problem, RequestError
+from trtllm_tree.outputs import TokenLogprobs
 
 
 class Engine:
@@ -31,6 +42,9 @@ class Engine:
         cache: KV pools; the last row of each page table is the pad row.
         hook: owns the decode step.
         draws: choose the tokens behind prompts; the hook's own.
+        edits: change the logits before; the hook's own.
+        logprobs: read the raw ones; the hook's own.
+        grammars: keep outputs within the requests' grammars; None refuses such requests.
         tokenizer: for text and stop strings.
         eos_ids: the model's stop tokens.
         max_batch_size: requests that run at once.
@@ -45,7 +59,10 @@ class Engine:
         cache: KVCache,
         hook: DecodeHook,
         draws: TokenDraws,
+        edits: LogitEditor,
+        logprobs: LogprobReader,
         *,
+        grammars: OutputGrammars | None = None,
         tokenizer: Any | None,
         eos_ids: Sequence[int],
         max_batch_size: int,
@@ -57,13 +74,13 @@ class Engine:
         self.max_seq_len = max_seq_len
         self.target_forwards = 0
         self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
-        self._draws = draws
+        self._draws, self._edits, self._logprobs, self._grammars = draws, edits, logprobs, grammars
         self._ids = count()
         step = DecodeStep(runner, cache, hook)
         self._decode_step: DecodeStep | DecodeGraphs = step
         if cuda_graphs:
             self._decode_step = DecodeGraphs(
-                step, draws, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+                step, draws, edits, logprobs, max_batch_size=max_batch_size, max_seq_len=max_seq_len
             )
         self._scheduler = Scheduler(cache, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
 
@@ -81,10 +98,18 @@ class Engine:
         problems = params.validate() + self._size_problems(prompt_ids, params)
         if problems:
             raise RequestError(problems)
+        stop_ids = [*self._eos_ids, *(params.stop_token_ids or [])]
+        bad_words = bad_word_tokens(params, self._tokenizer)
+        if problems := edit_problems(params, bad_words, stop_ids, self.runner.config.vocab_size):
+            raise RequestError(problems)
+        if problems := self._grammar_problems(params):
+            raise RequestError(problems)
         output = OutputText(self._tokenizer, params, self._eos_ids)
         # Kept by the request, so that whatever runs it again repeats it.
         seed = secrets.randbits(64) if params.is_sampled and params.seed is None else params.seed or 0
-        request = Request(next(self._ids), list(prompt_ids), params, output, seed)
+        request = Request(
+            next(self._ids), list(prompt_ids), params, output, seed, stop_ids=stop_ids, bad_words=bad_words
+        )
         self._scheduler.add(request, self.hook.max_kv_extent(request.token_limit))
         return request
 
@@ -102,6 +127,16 @@ class Engine:
             assert request.slot is not None, "an admitted request has a slot"
             self.hook.reset(request.slot)
             self._draws.reset(request.slot, request.params, request.seed)
+            self._edits.reset(
+                request.slot,
+                request.params,
+                request.prompt_ids,
+                stop_ids=request.stop_ids,
+                bad_words=request.bad_words,
+            )
+            self._logprobs.reset(request.slot, request.params.logprobs)
+            if self._grammars is not None:
+                self._grammars.reset(request.slot, request.params.guided_decoding)
         if plan := self._scheduler.next_prefill():
             return self._prefill(plan)
         if requests := self._scheduler.decoding():
@@ -131,6 +166,14 @@ class Engine:
             problems.append(Problem("max_tokens", params.max_tokens, rule, remedy))
         return problems
 
+    def _grammar_problems(self, params: SamplingParams) -> list[Problem]:
+        if params.guided_decoding is None:
+            return []
+        if self._grammars is None:
+            rule, remedy = "this engine follows no grammars", "Leave guided_decoding out."
+            return [Problem("guided_decoding", params.guided_decoding, rule, remedy)]
+        return self._grammars.check(params.guided_decoding)
+
     def _tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.runner.device)
 
@@ -147,26 +190,59 @@ class Engine:
             write_slots=self.segment_slots(segments, tables),
             page_tables=tables,
             attention=PrefillAttention(segments, self.runner.device),
-            logit_rows=self._tensor([s.row + s.length - 1 for s in ended]),
+            logit_rows=self._tensor([row for request, s in plan for row in _logit_rows(request, s)]),
         )
-        logits = self.runner.forward(batch, self.cache)
+        logits = self._keep_prompt_logprobs(plan, self.runner.forward(batch, self.cache))
         last_positions = self._tensor([s.end - 1 for s in ended]).unsqueeze(1)
-        self._draws.plan([s.slot for s in ended])
-        drawn = self._draws.draw(logits, self._tensor([s.slot for s in ended]), last_positions)
+        ended_slots = [s.slot for s in ended]
+        self._draws.plan(ended_slots)
+        self._edits.plan(ended_slots)
+        self._logprobs.plan(ended_slots)
+        if self._grammars is not None:
+            self._grammars.fill(ended_slots, 1)
+        slots = self._tensor(ended_slots)
+        self._logprobs.keep(logits)
+        self._edits.apply(logits, slots, None, None, last_positions)
+        drawn = self._draws.draw(logits, slots, last_positions)
+        wanted = [request.params.logprobs for request, s in plan if s.is_last]
+        scored = iter(token_logprobs(self._logprobs.take(None, drawn.unsqueeze(1)), wanted))
         first_tokens = iter(drawn.tolist())
         going_on = []
         for request, segment in plan:
             request.committed_len = segment.end
             if segment.is_last:
                 token = next(first_tokens)
-                self._commit(request, [token])
+                self._commit(request, [token], next(scored))
                 segment = replace(segment, next_tokens=(*segment.next_tokens[:-1], token))
             if request.finish_reason is None:
                 extent = self.hook.kv_extent(segment.end, request.token_limit)
                 self.cache.reserve(segment.slot, extent if segment.is_last else segment.end)
                 going_on.append(segment)
+        self._edits.commit([(s.slot, s.next_tokens[-1:]) for s in going_on if s.is_last])
         self.hook.after_prefill(going_on)
         return [request for request, segment in plan if segment.is_last]
+
+    def _keep_prompt_logprobs(
+        self, plan: list[tuple[Request, Segment]], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Score the prompts that want it; returns the rows of `logits` behind which a prompt ends."""
+        if all(request.params.prompt_logprobs is None for request, _ in plan):
+            return logits
+        last_rows, start = [], 0
+        for request, segment in plan:
+            end = start + len(_logit_rows(request, segment))
+            if segment.is_last:
+                last_rows.append(end - 1)
+            num_top = request.params.prompt_logprobs
+            # Nothing of the prompt follows its last token.
+            num_scored = segment.length - segment.is_last
+            if num_top is not None and num_scored:
+                tokens = self._tensor(segment.next_tokens[:num_scored])
+                rows = self._logprobs.score(logits[start : start + num_scored], tokens, num_top)
+                values, ids, ranks = (tensor.unsqueeze(0) for tensor in rows)
+                request.prompt_logprobs += token_logprobs((values, ids, ranks), [num_top])[0]
+            start = end
+        return logits[self._tensor(last_rows)]
 
     def segment_slots(
         self, segments: Sequence[Segment], tables: Sequence[torch.Tensor]
@@ -186,19 +262,48 @@ class Engine:
             self.cache.reserve(request.slot, self.hook.kv_extent(request.committed_len, request.token_limit))
         slots = [request.slot for request in requests if request.slot is not None]
         self._draws.plan(slots)
+        self._edits.plan(slots)
+        self._logprobs.plan(slots)
+        if self._grammars is not None:
+            self._grammars.fill(slots, self.hook.window_len)
         result = self._decode_step.run(slots, [request.committed_len for request in requests])
         self.target_forwards += 1
         tokens, counts = result.tokens.tolist(), result.num_tokens.tolist()
-        for request, row, kept in zip(requests, tokens, counts, strict=True):
+        scored = token_logprobs(result.logprobs, [request.params.logprobs for request in requests])
+        for request, row, kept, logprobs in zip(requests, tokens, counts, scored, strict=True):
             request.committed_len += kept
-            request.accept_lens.append(self._commit(request, row[:kept]))
+            request.accept_lens.append(self._commit(request, row[:kept], logprobs))
+        self._edits.commit(
+            [
+                (slot, row[:kept])
+                for slot, request, row, kept in zip(slots, requests, tokens, counts, strict=True)
+                if request.finish_reason is None
+            ]
+        )
         return requests
 
-    def _commit(self, request: Request, tokens: list[int]) -> int:
+    def _commit(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs]) -> int:
         """Append tokens to a request's output, and end it when they do; returns how many were kept."""
         usable = tokens[: tokens.index(-1)] if -1 in tokens else tokens
-        kept = request.output.extend(usable)
-        if request.output.finish_reason is None and len(usable) < len(tokens):
+        allowed = usable
+        if self._grammars is not None:
+            assert request.slot is not None, "a running request has a slot"
+            allowed = usable[: self._grammars.advance(request.slot, usable)]
+            request.num_pruned_drafts = self._grammars.num_pruned(request.slot)
+        kept = request.output.extend(allowed)
+        request.logprobs += logprobs[:kept]
+        if request.output.finish_reason is None and len(allowed) < len(usable):
+            request.output.finish("error")
+            request.error = RequestError(
+                Problem(
+                    "guided_decoding",
+                    request.params.guided_decoding,
+                    f"no token behind output token {len(request.output.token_ids)} was allowed by the grammar and"
+                    " by the other options",
+                    "Leave out min_tokens, bad_words, or what else forbids tokens.",
+                )
+            )
+        elif request.output.finish_reason is None and len(usable) < len(tokens):
             request.output.finish("error")
             request.error = RequestError(
                 Problem(
@@ -212,3 +317,11 @@ class Engine:
         if request.finish_reason is not None:
             self._scheduler.finish(request)
         return kept
+
+
+def _logit_rows(request: Request, segment: Segment) -> range:
+    """Rows of a prefill forward whose logits are looked at."""
+    end = segment.row + segment.length
+    if request.params.prompt_logprobs is not None:
+        return range(segment.row, end)
+    return range(end - segment.is_last, end)

@@ -30,9 +30,13 @@ class OutputText:
         self._tokenizer = tokenizer
         self._params = params
         self._stops = params.stop_strings
-        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        # Nothing can follow the end of a grammar.
+        is_endless = params.ignore_eos and params.guided_decoding is None
+        self._eos_ids = frozenset() if is_endless else frozenset(eos_ids)
         self._stop_ids = frozenset(params.stop_token_ids or [])
         self._text = ""
+        # Text of the first min_tokens tokens: no stop string ends in it.
+        self._first_stop_end = 0
         # The latest ids; the first `_num_shown` of them are in the text, and give the others their context.
         self._tail: list[int] = []
         self._num_shown = 0
@@ -68,10 +72,12 @@ class OutputText:
         if is_stop_token:
             self.stop_reason = token
             self.finish("stop")
-        elif (stop := self._find_stop()) is not None:
+        elif len(self.token_ids) > self._params.min_tokens and (stop := self._find_stop()) is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         elif len(self.token_ids) >= self._params.max_tokens:
             self.finish("length")
+        if len(self.token_ids) <= self._params.min_tokens:
+            self._first_stop_end = len(self._text)
 
     def _decode(self, token: int) -> None:
         """Append the text of `token`, unless it ends inside a character."""
@@ -100,7 +106,8 @@ class OutputText:
 
     def _find_stop(self) -> str | None:
         """The stop string that ends earliest; cuts the text there."""
-        found = [(self._text.find(stop), stop) for stop in self._stops]
+        first_end = self._first_stop_end + 1
+        found = [(self._text.find(stop, max(first_end - len(stop), 0)), stop) for stop in self._stops]
         found = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not found:
             return None

@@ -10,6 +10,8 @@ from trtllm_tree.engine.ports import (
     DecodeAttentionFactory,
     DecodeBatch,
     DecodeWindow,
+    LogitEditor,
+    LogprobReader,
     Segment,
     StepTokens,
     TokenDraws,
@@ -24,14 +26,23 @@ class PlainDecode:
         device: where its one map lives.
         attention: makes the decode rows' attention.
         draws: choose the tokens.
+        edits: change the logits before.
+        logprobs: read the raw ones.
     """
 
     window_len = 1
 
     def __init__(
-        self, num_slots: int, device: torch.device, attention: DecodeAttentionFactory, draws: TokenDraws
+        self,
+        num_slots: int,
+        device: torch.device,
+        attention: DecodeAttentionFactory,
+        draws: TokenDraws,
+        edits: LogitEditor,
+        logprobs: LogprobReader,
     ) -> None:
-        self._attention, self._draws = attention, draws
+        self._attention, self._draws, self._edits = attention, draws, edits
+        self._logprobs = logprobs
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     @property
@@ -67,6 +78,9 @@ class PlainDecode:
 
     def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:
         """The draw behind every request's last token; -1 where a logit is NaN."""
+        self._logprobs.keep(logits)
+        self._edits.apply(logits, batch.slots, None, None, window.positions)
         tokens = self._draws.draw(logits, batch.slots, window.positions)
         self._last_tokens[batch.slots] = tokens
-        return StepTokens(tokens.unsqueeze(1), torch.ones_like(tokens))
+        column = tokens.unsqueeze(1)
+        return StepTokens(column, torch.ones_like(tokens), self._logprobs.take(None, column))

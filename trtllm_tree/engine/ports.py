@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from trtllm_tree.config.guided_decoding import GuidedDecodingParams
 from trtllm_tree.config.sampling import SamplingParams
+from trtllm_tree.errors import Problem
 
 
 class AttentionBackend(Protocol):
@@ -114,25 +116,34 @@ class DecodeWindow:
     attention: AttentionBackend
 
 
+# Of tokens behind D kept rows of B requests: values float32 [B, D, 1 + n], the token's first and then the n largest;
+# their ids int64 alike; the tokens' ranks int64 [B, D].
+RowLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class StepTokens:
     """What a decode step produced: tokens int32 [B, N] packed to the front, and how many, int32 [B].
 
-    A kept token of -1 says that the target's logits were not numbers.
+    A kept token of -1 says that the target's logits were not numbers. `logprobs` are the tokens', if some were planned.
     """
 
     tokens: torch.Tensor
     num_tokens: torch.Tensor
+    logprobs: RowLogprobs | None = None
 
 
 class TokenDraws(Protocol):
     """Chooses the target's tokens, each request's by its own sampling parameters.
 
     Attributes:
-        is_greedy: whether the next draws are argmaxes only, as planned. A captured step serves one value of it.
+        kind: what the next draws do, as planned. A captured step serves one value of it.
     """
 
-    is_greedy: bool
+    @property
+    def kind(self) -> Hashable:
+        """See above."""
+        ...
 
     def plan(self, slots: Sequence[int]) -> None:
         """The next draws are for these pool slots, and for pad rows."""
@@ -148,6 +159,102 @@ class TokenDraws(Protocol):
         `slots` int64 [B] and `positions` int64 [B, R] say whose the rows are and where they lie. A token depends on
         its row's logits, its request's parameters and seed, and its position. The next draw overwrites them.
         """
+        ...
+
+
+class LogitEditor(Protocol):
+    """Applies each request's penalties, biases and bans to its logits, before anything is chosen from them.
+
+    Attributes:
+        kind: what the next `apply` does, as planned. A captured step serves one value of it.
+    """
+
+    @property
+    def kind(self) -> Hashable:
+        """See above."""
+        ...
+
+    def plan(self, slots: Sequence[int]) -> None:
+        """The next rows are of these pool slots, and pad rows."""
+        ...
+
+    def reset(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        stop_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+    ) -> None:
+        """A request takes pool slot `slot`; `stop_ids` may end it, the sequences `bad_words` are banned."""
+        ...
+
+    def apply(
+        self, logits: torch.Tensor, slots: torch.Tensor, tokens: None, tree: None, positions: torch.Tensor
+    ) -> None:
+        """Edit `logits` [B, V] in place: one row for each of `slots` int64 [B], at `positions` int64 [B, 1]."""
+        ...
+
+    def commit(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Output tokens were kept by the requests in these pool slots, which go on."""
+        ...
+
+
+class OutputGrammars(Protocol):
+    """Keeps each request's output within its grammar, by what its logits may choose. Works on the host."""
+
+    def check(self, guided: GuidedDecodingParams) -> list[Problem]:
+        """Why this grammar cannot be followed, or nothing."""
+        ...
+
+    def reset(self, slot: int, guided: GuidedDecodingParams | None) -> None:
+        """A request takes pool slot `slot`, after the edits were told; its grammar, if it has one, passed `check`."""
+        ...
+
+    def fill(self, slots: Sequence[int], num_rows: int) -> None:
+        """Let the edits of the next `num_rows` rows of each of these slots know what the grammars allow there."""
+        ...
+
+    def advance(self, slot: int, tokens: Sequence[int]) -> int:
+        """Tokens were chosen; returns how many of them, from the first on, the grammar of `slot` allows."""
+        ...
+
+    def num_pruned(self, slot: int) -> int:
+        """Drafted tokens that the grammar of `slot` forbade so far."""
+        ...
+
+
+class LogprobReader(Protocol):
+    """Reads log-probabilities off the raw logits of kept rows.
+
+    Attributes:
+        kind: what the next `take` returns, as planned. A captured step serves one value of it.
+    """
+
+    @property
+    def kind(self) -> Hashable:
+        """See above."""
+        ...
+
+    def plan(self, slots: Sequence[int]) -> None:
+        """The next rows are of these pool slots, and pad rows."""
+        ...
+
+    def reset(self, slot: int, num_top: int | None) -> None:
+        """A request that wants `num_top` likeliest tokens, or no log-probabilities at all, takes pool slot `slot`."""
+        ...
+
+    def keep(self, logits: torch.Tensor) -> None:
+        """Remember `logits` [B*R, V] before they are edited."""
+        ...
+
+    def take(self, path: torch.Tensor | None, tokens: torch.Tensor) -> RowLogprobs | None:
+        """What was planned, of `tokens` int32 [B, D] behind the kept rows: the first D, or those that a path names."""
+        ...
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> RowLogprobs:
+        """Of `tokens` int64 [M] behind the rows `logits` [M, V], without D."""
         ...
 
 

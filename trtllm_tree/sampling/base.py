@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -32,10 +33,15 @@ class Accepted:
 
 
 class SamplingBackend(ABC):
-    """Chooses target tokens and the accepted path."""
+    """Chooses target tokens and the accepted path.
 
-    name: str
-    supports_tree_verify: bool = False
+    Attributes:
+        name: what it is called in reports.
+        supports_tree_verify: whether it verifies trees; if not, trees are refused at startup.
+    """
+
+    name: ClassVar[str]
+    supports_tree_verify: ClassVar[bool] = False
 
     @abstractmethod
     def verify(

@@ -5,6 +5,8 @@ A row with a NaN logit gets token -1, which matches no candidate, so it ends the
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens, workspace_shape
@@ -16,7 +18,7 @@ from trtllm_tree.tree.verify_batch import TreeVerifyBatch
 class GreedySampler(WalkSampler):
     """Walks the argmax, for rounds in which no request samples; arguments as in `WalkSampler`."""
 
-    name = "greedy"
+    name: ClassVar[str] = "greedy"
 
     def __init__(self, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool) -> None:
         super().__init__(max_batch, num_nodes, device=device, tree=tree)

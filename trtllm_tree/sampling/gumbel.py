@@ -9,6 +9,7 @@ the walk along the draws keeps plain decoding's tokens. Requests at temperature 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -49,6 +50,11 @@ class SlotDraws:
         self._workspace = torch.zeros(workspace_shape(max_rows), **longs)
         self._greedy_workspace = torch.zeros(greedy_workspace_shape(max_rows), **longs)
 
+    @property
+    def kind(self) -> str:
+        """See `engine.ports.TokenDraws`."""
+        return "greedy" if self.is_greedy else "sampled"
+
     def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
         """A request with valid `params` and this seed, 0 <= seed < 2**64, takes pool slot `slot`."""
         (self._sampled.add if params.is_sampled else self._sampled.discard)(slot)
@@ -76,8 +82,15 @@ class SlotDraws:
             int32 [B*R], overwritten by the next draw; -1 where a logit is NaN.
         """
         num_rows = positions.numel()
+        tokens = self._tokens[:num_rows]
         if self.is_greedy:
-            return greedy_tokens(logits, tokens=self._tokens[:num_rows], workspace=self._greedy_workspace)
+            return greedy_tokens(logits, tokens=tokens, workspace=self._greedy_workspace)
+        parameters = self.row_parameters(slots, positions)
+        return sampled_tokens(logits, **parameters, tokens=tokens, workspace=self._workspace)
+
+    def row_parameters(self, slots: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the ops that draw want to know of each row; arguments as for `draw`, overwritten by the next call."""
+        num_rows = positions.numel()
         row_slots, seeds = self._row_slots[:num_rows], self._row_seeds[:num_rows]
         predicted = self._row_positions[:num_rows]
         options = self._row_options[: 4 * num_rows].view(4, num_rows)
@@ -85,17 +98,14 @@ class SlotDraws:
         torch.index_select(self._seeds, 0, row_slots, out=seeds)
         torch.index_select(self._options, 1, row_slots, out=options)
         torch.add(positions, 1, out=predicted.view(positions.shape))
-        return sampled_tokens(
-            logits,
-            seeds=seeds,
-            positions=predicted,
-            temperatures=options[0].view(torch.float32),
-            top_ks=options[1],
-            top_ps=options[2].view(torch.float32),
-            min_ps=options[3].view(torch.float32),
-            tokens=self._tokens[:num_rows],
-            workspace=self._workspace,
-        )
+        return {
+            "seeds": seeds,
+            "positions": predicted,
+            "temperatures": options[0].view(torch.float32),
+            "top_ks": options[1],
+            "top_ps": options[2].view(torch.float32),
+            "min_ps": options[3].view(torch.float32),
+        }
 
 
 class GumbelSampler(WalkSampler):
@@ -106,7 +116,7 @@ class GumbelSampler(WalkSampler):
         max_batch, num_nodes, device, tree: as in `WalkSampler`.
     """
 
-    name = "gumbel"
+    name: ClassVar[str] = "gumbel"
 
     def __init__(
         self, draws: SlotDraws, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool

@@ -6,6 +6,8 @@ whatever the target says. It must not know how the target's tokens came about.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from trtllm_tree.kernels.verify_tree import verify_tree
@@ -23,7 +25,7 @@ class WalkSampler(SamplingBackend):
         tree: whether trees will be verified; a chain keeps no path.
     """
 
-    supports_tree_verify = True
+    supports_tree_verify: ClassVar[bool] = True
 
     def __init__(self, max_batch: int, num_nodes: int, *, device: torch.device | str, tree: bool) -> None:
         ints = {"dtype": torch.int32, "device": device}

@@ -14,6 +14,8 @@ from trtllm_tree.errors import Problem, UnsupportedError
 from trtllm_tree.support.report import Refused, Supported, TreeSupport
 
 CHAIN_REMEDY = "Use tree_topk=1 (a chain) or another attention backend."
+SAMPLER_RULE = "verifies chains only"
+SAMPLER_REMEDY = "Use tree_topk=1 (a chain) or another sampling backend."
 
 
 class Backend(Protocol):
@@ -30,6 +32,20 @@ class Backend(Protocol):
 
     def child_backends(self) -> Sequence[Backend]:
         """The backends it routes to."""
+        ...
+
+
+class Sampler(Protocol):
+    """The part of a sampling backend that is asked here."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        ...
+
+    @property
+    def supports_tree_verify(self) -> bool:
+        """Whether it decides which rows of a tree are kept."""
         ...
 
 
@@ -70,22 +86,28 @@ def tree_answers(target: Backend, draft: Backend) -> list[PartAnswer]:
     return answers
 
 
-def tree_blockers(target: Backend, draft: Backend) -> list[Problem]:
-    """Every reason why trees cannot run with these two backend trees."""
-    return [
+def tree_blockers(target: Backend, draft: Backend, sampler: Sampler | None = None) -> list[Problem]:
+    """Every reason why trees cannot run with these two backend trees, and with this sampling backend if it is known."""
+    problems = [
         Problem(found.option, found.backend, found.answer.reason, CHAIN_REMEDY)
         for found in tree_answers(target, draft)
         if isinstance(found.answer, Refused)
     ]
+    if sampler is not None and not sampler.supports_tree_verify:
+        problems.append(Problem("sampling backend", sampler.name, SAMPLER_RULE, SAMPLER_REMEDY))
+    return problems
 
 
-def resolve_tree_support(target: Backend, draft: Backend) -> None:
+def resolve_tree_support(target: Backend, draft: Backend, sampler: Sampler) -> None:
     """Refuse trees unless every backend supports its part. Binds nothing; to be called before anything is.
+
+    Args:
+        sampler: the sampling backend, or its class.
 
     Raises:
         UnsupportedError: with all blockers.
     """
-    if problems := tree_blockers(target, draft):
+    if problems := tree_blockers(target, draft, sampler):
         raise UnsupportedError(problems)
 
 

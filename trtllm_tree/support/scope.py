@@ -7,7 +7,7 @@ with the code that checks them (`config`) and are quoted here, never repeated. M
 from __future__ import annotations
 
 from trtllm_tree.config.engine import KV_CACHE_DTYPE_RULE
-from trtllm_tree.config.host_rules import EMBEDDED_RULE, STATIC_TREE_RULE, Host
+from trtllm_tree.config.host_rules import EMBEDDED_RULE, STATIC_TREE_RULE, TREE_REFUSALS, Host
 from trtllm_tree.config.model_rules import (
     LATENT_MODELS,
     LATENT_RULE,
@@ -126,7 +126,14 @@ SCOPE: tuple[ScopeLine, ...] = (
         checked=_REQUEST,
         options=("temperature",),
     ),
-    keyed("rejection", "Recursive rejection sampling", "speculative_config.use_rejection_sampling"),
+    ScopeLine(
+        id="rejection",
+        what="Recursive rejection sampling (exact in law, other tokens than plain decoding's)",
+        embedded=_YES,
+        tensorrt_llm=Refused(TREE_REFUSALS["speculative_config.use_rejection_sampling"]),
+        checked=OPTION,
+        options=("speculative_config.use_rejection_sampling",),
+    ),
     ScopeLine(
         id="gqa",
         what="Grouped-head attention (MHA, GQA, MQA)",
@@ -182,7 +189,15 @@ SCOPE: tuple[ScopeLine, ...] = (
         _MODEL,
         found=_recurrent,
     ),
-    keyed("structured_output", "Structured output", "guided_decoding_backend"),
+    ScopeLine(
+        id="structured_output",
+        what="Structured output: JSON schema, regex, choice, EBNF (a node's mask is the grammar's after its ancestors)",
+        embedded=_YES,
+        tensorrt_llm=Refused(TREE_REFUSALS["guided_decoding_backend"]),
+        checked="config/guided_decoding.py, for each request",
+        options=("guided_decoding_backend",),
+        note="embedded: with the package xgrammar; schemas that a grammar cannot hold are refused by the keyword",
+    ),
     both(
         "mixed_batches",
         "Prefill and decode rows in one forward",
@@ -242,6 +257,24 @@ SCOPE: tuple[ScopeLine, ...] = (
         options=("speculative_config.max_total_draft_tokens", "speculative_config.dynamic_tree_max_topK"),
         beyond_seed=True,
         note=f"up to {MAX_NODES}, the root included",
+    ),
+    ScopeLine(
+        id="logit_edits",
+        what="Repetition, presence, frequency penalties, logit bias, min_tokens, bad words, by each node's ancestors",
+        embedded=_YES,
+        tensorrt_llm=Refused("only greedy decoding of unedited logits is served on this host so far"),
+        checked=_REQUEST,
+        beyond_seed=True,
+        note="embedded: up to 2048 edited ids and 512 bad words of 2 to 32 tokens a request",
+    ),
+    ScopeLine(
+        id="logprobs",
+        what="Log-probabilities of output and prompt tokens",
+        embedded=_YES,
+        tensorrt_llm=Refused("no log-probabilities are returned on this host so far"),
+        checked=_REQUEST,
+        beyond_seed=True,
+        note="embedded: by the raw logits, with up to 20 likeliest tokens",
     ),
     both(
         "static_trees",

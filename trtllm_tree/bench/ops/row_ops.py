@@ -17,11 +17,13 @@ from trtllm_tree.bench.ops.entry import (
     OpBench,
     Workload,
     normal,
+    random_parents,
 )
 from trtllm_tree.kernels.compact_window_rows import RowTable, compact_window_rows
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
+from trtllm_tree.kernels.rejection_tokens import rejection_tokens
 from trtllm_tree.kernels.sampled_tokens import sampled_tokens
 from trtllm_tree.kernels.sampled_tokens import workspace_shape as sampled_workspace_shape
 
@@ -89,18 +91,58 @@ def _sampled_cost(case: Case) -> Cost:
     return Cost(case["R"] * (case["V"] * case.torch_dtype.itemsize + 9 * _WORD))
 
 
+def _parameters(case: Case, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Of rows that all sample by the case's top-k and top-p."""
+    return {
+        "seeds": torch.arange(rows, device=device),
+        "positions": torch.arange(rows, device=device),
+        "temperatures": torch.ones(rows, device=device),
+        "top_ks": torch.full((rows,), case["K"], dtype=torch.int32, device=device),
+        "top_ps": torch.full((rows,), case["percent"] / 100, device=device),
+        "min_ps": torch.zeros(rows, device=device),
+    }
+
+
+def _rejection_cost(case: Case) -> Cost:
+    # As a draw, and each row's candidate and parent.
+    return Cost(case["B"] * case["N"] * (case["V"] * case.torch_dtype.itemsize + 11 * _WORD))
+
+
+def _rejection(case: Case, sets: int, generator: torch.Generator) -> Workload:
+    batch, nodes, vocab = case["B"], case["N"], case["V"]
+    rows, device = batch * nodes, generator.device
+    logits = [normal(generator, (rows, vocab), case.torch_dtype) for _ in range(sets)]
+    parents = random_parents(generator, batch, nodes)
+    candidates = torch.randint(vocab, (batch, nodes), dtype=torch.int32, generator=generator, device=device)
+    parameters = _parameters(case, rows, device)
+
+    def call_on(logits: torch.Tensor) -> Call:
+        tokens = logits.new_empty(rows, dtype=torch.int32)
+        return lambda: rejection_tokens(logits, candidates, parents, **parameters, tokens=tokens)
+
+    def plain_draw(logits: torch.Tensor) -> Call:
+        tokens = logits.new_empty(rows, dtype=torch.int32)
+        workspace = logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64)
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, workspace=workspace)
+
+    def probabilities(logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(dim=-1, dtype=torch.float32)
+
+    # Neither does the same job: what a draw without children costs, and what rejection on probabilities begins with.
+    return Workload(
+        [call_on(x) for x in logits],
+        {
+            "op sampled_tokens": Baseline(lambda: [plain_draw(x) for x in logits]),
+            "softmax of torch": Baseline(lambda: [lambda x=x: probabilities(x) for x in logits]),
+        },
+    )
+
+
 def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
     rows, vocab, top_k, device = case["R"], case["V"], case["K"], generator.device
     top_p = case["percent"] / 100
     logits = [normal(generator, (rows, vocab), case.torch_dtype) for _ in range(sets)]
-    parameters = {
-        "seeds": torch.arange(rows, device=device),
-        "positions": torch.arange(rows, device=device),
-        "temperatures": torch.ones(rows, device=device),
-        "top_ks": torch.full((rows,), top_k, dtype=torch.int32, device=device),
-        "top_ps": torch.full((rows,), top_p, device=device),
-        "min_ps": torch.zeros(rows, device=device),
-    }
+    parameters = _parameters(case, rows, device)
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
@@ -225,6 +267,16 @@ ROW_OPS = (
         ),
         _sampled_cost,
         _sampled,
+    ),
+    OpBench(
+        "rejection_tokens",
+        ("tests/kernels/test_rejection_tokens.py", "tests/sampling/test_laws.py"),
+        tuple(
+            Case({"B": b, "N": 32, "V": 128256, "K": k, "percent": percent}, "bfloat16")
+            for b, k, percent in ((32, 0, 100), (32, 50, 95), (1, 0, 100))
+        ),
+        _rejection_cost,
+        _rejection,
     ),
     OpBench(
         "compact_window_rows",

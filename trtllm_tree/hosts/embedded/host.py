@@ -33,7 +33,11 @@ from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import EmbeddedKVPool, build_cache
 from trtllm_tree.hosts.embedded.spec_hook import SpecDecode
 from trtllm_tree.round import SpecRound, TreeParts
+from trtllm_tree.sampling.edits import LogitEdits
+from trtllm_tree.sampling.grammar import GrammarCompiler, SlotGrammars
 from trtllm_tree.sampling.gumbel import GumbelSampler, SlotDraws
+from trtllm_tree.sampling.logprobs import TargetLogprobs
+from trtllm_tree.sampling.rejection import TreeRejectionSampler
 from trtllm_tree.support.head import head_problems
 from trtllm_tree.support.model_facts import read_model_facts
 from trtllm_tree.support.report import Refused, Supported
@@ -84,14 +88,21 @@ def build_host(
         # A head's layer is grouped heads that see all of their keys, whatever the target's are.
         draft_attention = _attention(resolved.device, _head_shape(resolved, head_dir))
     if speculative is not None and speculative.is_tree:
-        resolve_tree_support(target_attention.cascade.leaf, draft_attention.cascade.leaf)
+        resolve_tree_support(
+            target_attention.cascade.leaf, draft_attention.cascade.leaf, _sampler_class(speculative)
+        )
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
     num_slots, device = resolved.max_batch_size + 1, resolved.device
-    draws = SlotDraws(num_slots, resolved.max_batch_size * resolved.window_len, device=device)
+    max_rows, vocab_size = resolved.max_batch_size * resolved.window_len, runner.config.vocab_size
+    draws = SlotDraws(num_slots, max_rows, device=device)
+    edits = LogitEdits(num_slots, max_rows, vocab_size, device=device)
+    logprobs = TargetLogprobs(edits)
     if speculative is None or head_dir is None:
         cache = _cache(resolved, layers, None)
-        hook: PlainDecode | SpecDecode = PlainDecode(num_slots, device, target_attention.decode, draws)
+        hook: PlainDecode | SpecDecode = PlainDecode(
+            num_slots, device, target_attention.decode, draws, edits, logprobs
+        )
     else:
         head = load_eagle3_head(
             head_dir,
@@ -102,27 +113,49 @@ def build_host(
         )
         cache = _cache(resolved, layers, LayerSpec(head.num_kv_heads, head.head_dim))
         hook = _speculation(
-            speculative, resolved, runner, head, cache, target_attention, draft_attention, draws
+            speculative,
+            resolved,
+            runner,
+            head,
+            cache,
+            target_attention,
+            draft_attention,
+            draws,
+            edits,
+            logprobs,
         )
+    eos_ids, spec_round = (
+        _eos_ids(target_dir, tokenizer),
+        hook.round if isinstance(hook, SpecDecode) else None,
+    )
+    grammars = SlotGrammars(
+        GrammarCompiler(tokenizer, vocab_size, eos_ids),
+        edits,
+        None if spec_round is None else spec_round.drafted,
+    )
     engine = Engine(
         runner,
         cache,
         hook,
         draws,
+        edits,
+        logprobs,
+        grammars=grammars,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(target_dir, tokenizer),
+        eos_ids=eos_ids,
         max_batch_size=resolved.max_batch_size,
         max_num_tokens=resolved.max_num_tokens,
         max_seq_len=resolved.max_seq_len,
         cuda_graphs=config.cuda_graphs and resolved.device.type == "cuda" and _is_capturable(runner),
     )
-    return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
+    return EmbeddedHost(engine, tokenizer, spec_round)
 
 
 def _is_capturable(runner: ModelRunner) -> bool:
     if not runner.is_capturable:
         _LOGGER.warning(
-            "cuda_graphs: the experts of %s in %s wait for the device; decode steps run eagerly. dtype bfloat16 is captured.",
+            "cuda_graphs: the experts of %s in %s wait for the device, so decode steps run eagerly; "
+            "in bfloat16 they are captured",
             type(runner.model).__name__,
             str(runner.dtype).removeprefix("torch."),
         )
@@ -225,6 +258,8 @@ def _speculation(
     target: _Attention,
     draft: _Attention,
     draws: SlotDraws,
+    edits: LogitEdits,
+    logprobs: TargetLogprobs,
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
     draft_model = EmbeddedDraftModel(head, cache, draft.cascade, draft.decode, nodes)
@@ -234,12 +269,17 @@ def _speculation(
     spec_round = SpecRound(
         config,
         drafter=Eagle(draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device),
-        sampler=GumbelSampler(draws, batch, nodes, device=device, tree=config.is_tree),
+        sampler=_sampler_class(config)(draws, batch, nodes, device=device, tree=config.is_tree),
         hidden=hidden,
         num_slots=batch + 1,
         tree=_tree_parts(config, hidden, cache, batch) if config.is_tree else None,
+        edits=edits,
     )
-    return SpecDecode(spec_round, draft_model, cache, target.cascade, target.decode, features)
+    return SpecDecode(spec_round, draft_model, cache, target.cascade, target.decode, features, logprobs)
+
+
+def _sampler_class(config: SpeculativeConfig) -> type[GumbelSampler] | type[TreeRejectionSampler]:
+    return TreeRejectionSampler if config.use_rejection_sampling else GumbelSampler
 
 
 def _tree_parts(config: SpeculativeConfig, hidden: torch.Tensor, cache: KVCache, batch: int) -> TreeParts:

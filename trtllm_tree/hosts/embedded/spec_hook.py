@@ -22,6 +22,7 @@ from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import DRAFT_GROUP
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.round import SpecRound, VerifyWindow
+from trtllm_tree.sampling.logprobs import TargetLogprobs
 from trtllm_tree.tree.reservation import request_extent, round_extent
 
 
@@ -35,6 +36,7 @@ class SpecDecode:
         cascade: tree attention of the target's verify forward.
         decode_attention: attention of a chain's verify forward.
         features: [max_rows, F], the runner's fixed feature buffer.
+        logprobs: read the raw logits of kept rows.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class SpecDecode:
         cascade: TreeCascade,
         decode_attention: DecodeAttentionFactory,
         features: torch.Tensor,
+        logprobs: TargetLogprobs,
     ) -> None:
         self.round, self.window_len = spec_round, spec_round.num_nodes
         self._draft_model, self._cache, self._cascade = draft_model, cache, cascade
         self._decode_attention, self._features = decode_attention, features
+        self._logprobs = logprobs
+        self._path_len = self.window_len if spec_round.tree is None else spec_round.max_path_len
         self._draft_index = [group.name for group in cache.groups].index(DRAFT_GROUP)
         assert self._draft_index == len(cache.groups) - 1, "the draft group must be the last"
         self._open: tuple[RoundBatch, VerifyWindow] | None = None
@@ -151,5 +156,7 @@ class SpecDecode:
         """Verify, compact, draft."""
         assert self._open is not None, "no window is open"
         (round_batch, verify_window), self._open = self._open, None
+        self._logprobs.keep(logits)
         accepted = self.round.close_window(round_batch, verify_window, logits)
-        return StepTokens(accepted.predict, accepted.accept_len)
+        logprobs = self._logprobs.take(accepted.path, accepted.predict[:, : self._path_len])
+        return StepTokens(accepted.predict, accepted.accept_len, logprobs)

@@ -116,7 +116,6 @@ def _left(
     threshold,
     last_tie,
     cut,
-    candidates,
     missed,
     scales,
     DRAWS: tl.constexpr,
@@ -135,12 +134,11 @@ def _left(
         offered = _offered(draft_ptr, index, draft_vocab_size)
         child = tl.min(tl.where(missed, node, BLOCK_NODES), axis=0)
         while child < BLOCK_NODES:
-            here = node == child
-            left = _take(left, offered, tl.sum(tl.where(here, scales, 0.0), axis=0))
-            offered = tl.where(index == tl.sum(tl.where(here, candidates, 0), axis=0), 0, offered)
+            # A child's own mass is gone with its rejection, so its later offers need not be taken out.
+            left = _take(left, offered, tl.sum(tl.where(node == child, scales, 0.0), axis=0))
             child = tl.min(tl.where(missed & (node > child), node, BLOCK_NODES), axis=0)
         if DRAWS:
-            score = tl.log(left.to(tl.float32)) + noise(seed, position, start, BLOCK)
+            score = tl.log(tl.maximum(left, 1).to(tl.float32)) + noise(seed, position, start, BLOCK)
             result = tl.maximum(result, tl.where(left > 0, best_key(rank_of(score), index), 0))
         else:
             result += left
@@ -199,7 +197,6 @@ def _first_drawn(
                 threshold,
                 last_tie,
                 cut,
-                candidates,
                 missed,
                 scales,
                 False,
@@ -228,7 +225,6 @@ def _first_drawn(
             threshold,
             last_tie,
             cut,
-            candidates,
             missed,
             scales,
             True,
