@@ -1,4 +1,6 @@
-"""`trtllm-tree check`: is this config right, would it start, and with which tree support? Loads no weights, no torch.
+"""`trtllm-tree check`: is this config right, would it start, and with which tree support? Loads no weights.
+
+Nor torch, unless it is asked about TensorRT-LLM where that is installed: what it offers is known once it is imported.
 
 Composes the checks of every layer below (the file, the host, the model directory, the draft head, the attention
 backends) and reports all problems together.
@@ -31,7 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "check",
         help="validate a config file and say what it resolves to",
         description="Validate a config file, its model and its draft head, and say what draft trees are supported "
-        "with them. Exit code 1 if anything is wrong.",
+        "with them; for TensorRT-LLM also whether the installed one offers what the config needs. Exit code 1 if "
+        "anything is wrong. That TensorRT-LLM is not installed here is not wrong.",
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file with TensorRT-LLM's keys")
@@ -73,17 +76,36 @@ def run(args: argparse.Namespace) -> int:
     # What was read beside errors is not what would run.
     resolved = {} if file_problems else _resolved(config, host)
     tree = tree_report(planned, problems) if resolved and planned.is_tree else None
+    installed, lacking = _probed(config) if host == "tensorrt_llm" else (None, [])
+    problems += lacking
     if args.json:
         report = {"ok": not problems, "host": host, "resolved": resolved}
         report["tree_support"] = tree
+        if installed is not None:
+            report["tensorrt_llm"] = installed
         report["problems"] = [asdict(problem) for problem in problems]
         print(json.dumps(report, indent=2, default=str))
         return 1 if problems else 0
     if resolved:
         _print_tables({"config": args.config, "host": host} | resolved, tree, len(problems))
+    if installed is not None:
+        from trtllm_tree.cli.probe_table import print_probe_table
+
+        print_probe_table(installed)
     if problems:
         raise ConfigError(problems)
     return 0
+
+
+def _probed(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """What the installed TensorRT-LLM offers, and what `config` needs that it does not."""
+    from trtllm_tree.cli.probe_table import probe_data, quiet_probe
+
+    report = quiet_probe()
+    spec = config.speculative
+    needed = () if spec is None else ("trees",) if spec.is_tree else ("chain",)
+    problems = report.problems(*needed) if report.version is not None and needed else []
+    return probe_data(report), problems
 
 
 def model_problems(config: RunConfig, host: Host) -> list[Problem]:

@@ -32,9 +32,10 @@ def double_entries(layout: str) -> list[Entry]:
 
 
 def write_double(root: Path, entries: list[Entry], version: str) -> None:
-    """Write the package `tensorrt_llm` below `root`, with the metadata of an installed one.
+    """Make `root` hold the package `tensorrt_llm`, with the metadata of an installed one, and nothing else.
 
-    An entry of the kind "absent" leaves its module and nothing in it.
+    What is there already and right is left alone, so that many doubles in turn cost little. An entry of the kind
+    "absent" leaves its module and nothing in it.
     """
     present = {f"{entry['module']}.{entry['name']}" for entry in entries if entry["kind"] != "absent"}
     # TensorRT-LLM greets on stdout.
@@ -44,16 +45,23 @@ def write_double(root: Path, entries: list[Entry], version: str) -> None:
         for depth in range(1, len(parents) + 1):
             sources.setdefault(".".join(parents[:depth]), [])
         sources[entry["module"]].append(_source(entry, present))
-    for name, parts in sources.items():
-        folder = root.joinpath(*name.split("."))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "__init__.py").write_text(
-            "\n".join(["import dataclasses, typing", *parts, ""]), encoding="utf-8"
-        )
-    info = root / f"tensorrt_llm-{version}.dist-info"
-    info.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: {version}\n"
-    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    texts = {root / f"tensorrt_llm-{version}.dist-info/METADATA": metadata}
+    for name, parts in sources.items():
+        path = module_path(root, name)
+        if any(other.startswith(f"{name}.") for other in sources):
+            path = path.with_suffix("") / "__init__.py"
+        texts[path] = "\n".join(["import dataclasses, typing", *parts, ""])
+    for path in [path for path in root.rglob("*") if path.is_file() and path not in texts]:
+        path.unlink()
+    for path, text in texts.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    # Folders without files would still be namespace packages.
+    for folder in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def module_path(root: Path, module: str) -> Path:
