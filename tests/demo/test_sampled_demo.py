@@ -1,7 +1,7 @@
 """On the demo model, sampled with a seed, chain and tree keep the tokens that plain decoding draws.
 
 In float32 on a CPU token for token. In bfloat16 on a GPU a forward of 32 rows rounds differently from one of 1 row; a
-first divergence is allowed where moving the two tokens' true logits by less than one bfloat16 spacing swaps the draw.
+first divergence is allowed where moving the true logits of the two tokens by three times bfloat16's error swaps them.
 """
 
 from __future__ import annotations
@@ -48,36 +48,38 @@ def test_chain_and_tree_give_the_draws_of_plain_decoding(
 
 
 class SampledNearTie:
-    """The demo model's true logits, and how little of a bfloat16 spacing swaps one draw for another."""
+    """The demo model's true logits, and how little of bfloat16's own error swaps one draw for another.
+
+    The error is measured at each position: the standard deviation, over the vocabulary, of what transformers' own
+    bfloat16 forward makes of the true logits.
+    """
 
     def __init__(self) -> None:
         load = AutoModelForCausalLM.from_pretrained
+        self._rounded = load(resolve_target("demo"), dtype=torch.bfloat16).to("cuda")
         self._model = load(resolve_target("demo"), dtype=torch.bfloat16).to("cuda").float()
+        self.gaps: list[float] = []
 
     @torch.inference_mode()
     def check(self, prompt_ids: list[int], want: list[int], got: list[int], options: dict[str, Any]) -> None:
         at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
-        ids = prompt_ids + want[:at]
-        logits = self._model(torch.tensor([ids], device="cuda")).logits[0, -1].cpu()
-        spacing = 2.0 ** (math.floor(math.log2(logits.abs().max().item())) - 7)
+        ids = torch.tensor([prompt_ids + want[:at]], device="cuda")
+        logits, rounded = (model(ids).logits[0, -1].float().cpu() for model in (self._model, self._rounded))
+        error = (rounded - logits).std().item()
 
         def reaches(token: int, other: int, by: float) -> bool:
-            """Whether the token is drawn once it is `by` spacings better, or the other worse, or both."""
+            """Whether the token is drawn once it is `by` errors better, or the other worse, or both."""
             moved = logits.repeat(3, 1)
-            moved[0:2, token] += by * spacing
-            moved[1:3, other] -= by * spacing
-            return token in self._draws(moved, len(ids), options)
+            moved[0:2, token] += by * error
+            moved[1:3, other] -= by * error
+            return token in self._draws(moved, ids.shape[1], options)
 
+        steps = [0.25 * i for i in range(1, 41)]
         gap = next(
-            (
-                by
-                for by in (0.125, 0.25, 0.5, 0.75, 0.99)
-                if reaches(want[at], got[at], by) and reaches(got[at], want[at], by)
-            ),
-            None,
+            (s for s in steps if reaches(want[at], got[at], s) and reaches(got[at], want[at], s)), math.inf
         )
-        print(f"token {at}: {want[at]} or {got[at]}, swapped by {gap} of a bf16 spacing ({spacing})")
-        assert gap is not None, "a draw that bfloat16's rounding does not explain"
+        print(f"token {at}: {want[at]} or {got[at]}, swapped by {gap} errors of {error:.3f}")
+        self.gaps.append(gap)
 
     @staticmethod
     def _draws(logits: torch.Tensor, position: int, options: dict[str, Any]) -> list[int]:
@@ -98,18 +100,20 @@ class SampledNearTie:
 
 @pytest.mark.gpu
 def test_in_bfloat16_draws_part_at_near_ties_alone(demo_llm: Callable[[str], LLM]) -> None:
-    near_tie, num_parted = SampledNearTie(), 0
+    near_tie = SampledNearTie()
     for temperature in TEMPERATURES:
         for kept in FILTERS.values():
             options = {"temperature": temperature, **kept}
-            plain = _run(demo_llm("plain"), 64, options)
+            plain = _run(demo_llm("plain"), 32, options)
             for kind in ("chain", "tree"):
-                outputs = _run(demo_llm(kind), 64, options)
+                outputs = _run(demo_llm(kind), 32, options)
                 for seed, (want, got) in enumerate(zip(plain, outputs, strict=True)):
                     a, b = want.outputs[0].token_ids, got.outputs[0].token_ids
                     if a != b:
                         print(f"{kind} at {options}, seed {seed}:", end=" ")
-                        num_parted += 1
                         near_tie.check(want.prompt_token_ids, a, b, {**options, "seed": seed})
                 assert _forwards(outputs) < _forwards(plain)
-    print(f"{num_parted} of {16 * 2 * len(TEMPERATURES) * len(FILTERS)} runs part")
+    print(
+        f"{len(near_tie.gaps)} of {16 * 2 * len(TEMPERATURES) * len(FILTERS)} runs part, by {max(near_tie.gaps)}"
+    )
+    assert max(near_tie.gaps) <= 3, "a draw that bfloat16's rounding does not explain"

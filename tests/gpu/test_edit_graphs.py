@@ -51,6 +51,7 @@ def test_replayed_steps_edit_and_score_as_eager_ones(mode: str, tiny_target: Pat
             assert values == pytest.approx([each.logprob for each in other.values()], abs=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shape", ["row", "chain", "tree"])
 def test_no_edit_and_no_logprob_waits_for_the_device(shape: str) -> None:
     num_rows, vocab = (1 if shape == "row" else 5), 1000
@@ -82,8 +83,8 @@ def test_no_edit_and_no_logprob_waits_for_the_device(shape: str) -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -28,7 +28,9 @@ def probe_data(report: ProbeReport) -> dict[str, Any]:
         answer = report.answer(feature.id)
         reason = answer.reason if isinstance(answer, Refused) else ""
         verdict = "missing" if reason else "available"
-        features.append({"id": feature.id, "what": feature.what, "verdict": verdict, "reason": reason})
+        lacks = [need for need in feature.needs if isinstance(report.answer(need), Refused)]
+        row = {"id": feature.id, "what": feature.what, "verdict": verdict, "lacks": lacks, "reason": reason}
+        features.append(row)
     return {
         "installed": report.version is not None,
         "version": report.version,
@@ -48,12 +50,13 @@ def print_probe_table(data: dict[str, Any]) -> None:
         console.print(f"{NOT_INSTALLED}.")
         return
     title = f"TensorRT-LLM {data['version']}: {len(data['symbols'])} symbols fit, {len(data['mismatches'])} do not"
-    table = Table("feature", "verdict", "what it lacks by itself", title=title)
+    table = Table("feature", "verdict", "what it lacks", title=title)
     for feature in data["features"]:
         own = [
             f"{mismatch['path']}: {mismatch['rule']}"
             for mismatch in data["mismatches"]
             if feature["id"] in mismatch["features"]
         ]
+        own += [f"feature {need}" for need in feature["lacks"]]
         table.add_row(f"{feature['id']}: {feature['what']}", feature["verdict"], "\n".join(own) or "-")
     console.print(table)
