@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtllm_tree.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from trtllm_tree.bench.ops.report import Row
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,21 +79,23 @@ def run_ops(args: argparse.Namespace) -> int:
         rule, remedy = "must lie in a folder that exists", "Make the folder first."
         raise ConfigError([Problem("output file", str(path), rule, remedy) for path in missing])
     notes = Console(stderr=True, highlight=False)
+
+    def write(rows: Sequence[Row]) -> None:
+        for name, to_text in ((args.json_out, report.to_json), (args.markdown_out, report.to_markdown)):
+            if name:
+                Path(name).write_text(to_text(rows), encoding="utf-8")
+
     rows = ops.measure(
         chosen,
         quick=args.quick,
         skip_tests=args.skip_tests,
         commit=args.commit,
         on_note=lambda text: notes.print(text, style="dim", soft_wrap=True),
+        on_rows=write,
     )
     # A table folded into the 80 columns of a pipe cannot be read.
     console = Console()
     (console if console.is_terminal else Console(width=200)).print(report.to_table(rows))
-    for name, text in (
-        (args.json_out, report.to_json(rows)),
-        (args.markdown_out, report.to_markdown(rows)),
-        (args.plot_out, roofline_svg(rows, ops.ceilings_of_rows(rows))),
-    ):
-        if name:
-            Path(name).write_text(text, encoding="utf-8")
+    if args.plot_out:
+        Path(args.plot_out).write_text(roofline_svg(rows, ops.ceilings_of_rows(rows)), encoding="utf-8")
     return 0

@@ -35,12 +35,14 @@ def measure(
     skip_tests: bool = False,
     commit: str | None = None,
     on_note: Callable[[str], None] = lambda text: None,
+    on_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """Measure every case of every op, or an op's first cases with fewer replays when `quick`.
 
     Args:
         commit: what the rows name as the commit; asked of git if None.
         on_note: gets a line before each longer step.
+        on_rows: gets all rows so far after each: a run of minutes may be cut off.
 
     Raises:
         ConfigError: there is no CUDA device, or tests fail.
@@ -65,6 +67,7 @@ def measure(
         for case in op.cases[: op.num_quick] if quick else op.cases:
             on_note(f"{op.op} {case}")
             rows.append(run.row(op, case, tested[op.op]))
+            on_rows(rows)
             # A case may fill the GPU.
             torch.cuda.empty_cache()
     return rows
