@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.builders import tiny_deepseek_dir
 from trtllm_tree.engine.chain_attention import DecodeAttention
 from trtllm_tree.engine.kv_cache import CacheGroup, GroupSpec, KVCache
 from trtllm_tree.engine.model_runner import ModelRunner, target_layer_specs
@@ -57,3 +58,16 @@ def test_a_16_bit_model_carries_its_stream_and_gives_its_logits_in_float32(
         theirs = plain(token_ids[None]).logits[0].float()
         truth = plain.float()(token_ids[None]).logits[0]
     assert (logits - truth).std() < 0.9 * (theirs - truth).std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_can_be_captured_in_bfloat16_only_and_a_dense_model_always(
+    tiny_target: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """What torch does about it on a GPU is asked in tests/gpu/test_decode_graphs.py."""
+
+    def is_capturable(model_dir: Path) -> bool:
+        return ModelRunner(model_dir, dtype=dtype, device=torch.device("cpu")).is_capturable
+
+    assert is_capturable(tiny_target)
+    assert is_capturable(tiny_deepseek_dir(tmp_path)) == (dtype == torch.bfloat16)
