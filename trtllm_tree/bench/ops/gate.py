@@ -44,7 +44,7 @@ def _failure(tests: tuple[str, ...], root: Path) -> str | None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *tests]
     if importlib.util.find_spec("xdist") is not None:
         # Most of the time goes into compiling kernels, on one processor a process.
-        command += ["-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))]
+        command += ["-n", str(max(1, (os.cpu_count() or 1) - 1))]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode == 0:
         return None
