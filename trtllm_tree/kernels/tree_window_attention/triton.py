@@ -73,20 +73,14 @@ def _row_bits(word, start, window, tail_start, ALIGN: tl.constexpr):
     """What each row sees of the 32 columns from `start` on, a multiple of ALIGN; negative columns are the tail."""
     inside = tl.minimum(tl.maximum(window - tl.maximum(start, 0), 0), 32)
     word &= tl.where(inside == 32, -1, (1 << (inside & 31)) - 1)
-    tail = _from_column(-1, start, tail_start)
+    hidden = tail_start - start
+    tail = tl.where(hidden < 32, -1 << tl.minimum(tl.maximum(hidden, 0), 31), 0)
     if ALIGN == 32:
         return tl.where(start < 0, tail, word)
     # 16 of the tail and 16 of the window may lie side by side.
     num_before = tl.maximum(-start, 0)
     in_tail = tl.where(num_before >= 32, -1, (1 << (num_before & 31)) - 1)
     return (tail & in_tail) | tl.where(num_before >= 32, 0, word << (num_before & 31))
-
-
-@triton.jit
-def _from_column(bits, start, first):
-    """Bits of the columns from `first` on, of the 32 from `start` on."""
-    hidden = first - start
-    return bits & tl.where(hidden < 32, -1 << tl.minimum(tl.maximum(hidden, 0), 31), 0)
 
 
 @triton.jit
@@ -103,24 +97,19 @@ def _reach(mask_ptr, row_valid, window, WORDS: tl.constexpr):
 
 @triton.jit
 def _visible(low, high, BLOCK_N: tl.constexpr):
-    """Per row and column of a block whether the row sees it, from the bits of the block's two halves.
+    """Per row and column of a block whether the row sees it, and per column whether any row does.
 
-    A whole tile of 64-bit shifts would cost registers.
+    From the bits of the block's two halves: a whole tile of 64-bit shifts would cost registers.
     """
     n = tl.arange(0, BLOCK_N)
     bits = low[:, None]
-    if BLOCK_N > 32:
-        bits = tl.where((n < 32)[None, :], bits, high[:, None])
-    return (bits & (1 << (n & 31))[None, :]) != 0
-
-
-@triton.jit
-def _any_row(low, high, BLOCK_N: tl.constexpr):
-    """Per column of a block whether any row sees it."""
     packed = low.to(tl.int64) & 0xFFFFFFFF
     if BLOCK_N > 32:
+        bits = tl.where((n < 32)[None, :], bits, high[:, None])
         packed |= high.to(tl.int64) << 32
-    return ((tl.reduce(packed, 0, _bit_or) >> tl.arange(0, BLOCK_N)) & 1) != 0
+    visible = (bits & (1 << (n & 31))[None, :]) != 0
+    seen = ((tl.reduce(packed, 0, _bit_or) >> n) & 1) != 0
+    return visible, seen
 
 
 @triton.jit
@@ -233,22 +222,14 @@ def tree_window_attention_kernel(
         prefix = tl.load(prefix_ptrs, mask=has_partial[:, None] & row_mask, other=0.0)
 
     # Columns count from the window's start; the tail has negative ones.
-    tail_start = row * 0
-    if CAUSAL_PREFIX:
-        # Not cut at the prefix's start: which keys are read must not wait for its length, who sees them may.
-        tail_start = row - num_rows + 1
+    tail_start = tl.maximum(covered, 0) - prefix_len
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
     low = _row_bits(low_word, first_column, window, tail_start, ALIGN)
     high = low
     if BLOCK_N > 32:
         high = _row_bits(high_word, first_column + 32, window, tail_start, ALIGN)
-    seen = _any_row(low, high, BLOCK_N)
-    if CAUSAL_PREFIX:
-        seen &= position >= 0
-        low = _from_column(low, first_column, -prefix_len)
-        high = _from_column(high, first_column + 32, -prefix_len)
-    visible = _visible(low, high, BLOCK_N)
+    visible, seen = _visible(low, high, BLOCK_N)
     keys, values = _load_block(
         k_ptr,
         v_ptr,
@@ -294,10 +275,7 @@ def tree_window_attention_kernel(
             rest_page = _page_at(page_table_ptr, max_pages, rest_position, in_reach, PAGE_SIZE)
             rest_word = _mask_word(mask_ptr, start, window, row_valid)
             rest_bits = _row_bits(rest_word, start, window, tail_start, ALIGN)
-            if CAUSAL_PREFIX:
-                rest_bits = _from_column(rest_bits, start, -prefix_len)
-            rest_visible = _visible(rest_bits, rest_bits, REST_N)
-            rest_seen = _any_row(rest_bits, rest_bits, REST_N)
+            rest_visible, rest_seen = _visible(rest_bits, rest_bits, REST_N)
             rest_keys, rest_values = _load_block(
                 k_ptr,
                 v_ptr,
