@@ -12,14 +12,19 @@ import torch
 
 from trtllm_tree.kernels.dispatch import use_triton
 
+NUM_WORDS = 3
+# Ids that a row with a small top-k gathers: several times as many as it keeps.
+_FEW = 2048
+
 
 def workspace_shape(num_rows: int) -> tuple[int, int]:
     """Shape of the int64 workspace.
 
-    A row holds its best id so far with what makes it the best, as one number, and a counter of finished tiles. It
-    must be zero when it is first used; the op leaves it zero.
+    A row holds its best id so far with what makes it the best, as one number, a counter of finished tiles, its
+    largest logit so far, and the first ids of a row with top-k. The NUM_WORDS in front must be zero when they are
+    first used; the op leaves them zero.
     """
-    return num_rows, 2
+    return num_rows, NUM_WORDS + _FEW
 
 
 def sampled_tokens(
