@@ -41,6 +41,10 @@ class ProblemsError(TreeError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[ProblemsError], tuple[tuple[Problem, ...]]]:
+        # Exceptions are rebuilt from their message; a rank's error reaches its parent process as a pickle.
+        return type(self), (self.problems,)
+
 
 class ConfigError(ProblemsError):
     """A config, option or model directory cannot be used."""
