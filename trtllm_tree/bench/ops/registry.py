@@ -17,6 +17,7 @@ REGISTRY: dict[str, OpBench] = {
 }
 NOT_MEASURED = {
     "prefix_attention": "has no kernel: it is the torch definition that prefills and CPU runs use",
+    "rotate_append": "moves a few rows of one layer in one launch: the launch is what it takes",
 }
 
 
