@@ -37,6 +37,11 @@ def write_double(root: Path, entries: list[Entry], version: str) -> None:
     What is there already and right is left alone, so that many doubles in turn cost little. An entry of the kind
     "absent" leaves its module and nothing in it.
     """
+    write_texts(root, package_texts(root, entries, version))
+
+
+def package_texts(root: Path, entries: list[Entry], version: str) -> dict[Path, str]:
+    """The files of that package."""
     present = {f"{entry['module']}.{entry['name']}" for entry in entries if entry["kind"] != "absent"}
     # TensorRT-LLM greets on stdout.
     sources: dict[str, list[str]] = {"tensorrt_llm": [f"print('[TensorRT-LLM] version: {version}')"]}
@@ -52,6 +57,11 @@ def write_double(root: Path, entries: list[Entry], version: str) -> None:
         if any(other.startswith(f"{name}.") for other in sources):
             path = path.with_suffix("") / "__init__.py"
         texts[path] = "\n".join(["import dataclasses, typing", *parts, ""])
+    return texts
+
+
+def write_texts(root: Path, texts: dict[Path, str]) -> None:
+    """Make `root` hold these files and nothing else."""
     for path in [path for path in root.rglob("*") if path.is_file() and path not in texts]:
         path.unlink()
     for path, text in texts.items():
@@ -77,11 +87,10 @@ def _source(entry: Entry, present: set[str]) -> str:
     name, kind = entry["name"], entry["kind"]
     if kind == "absent":
         return ""
+    if kind == "runtime":
+        return entry["source"]
     if kind == "value":
         return f"{name} = {entry['value']}"
-    if kind == "native":
-        # As the compiled ones, it can be called and has no signature.
-        return f"{name} = getattr"
     if kind == "function":
         return _function(name, entry["params"], "")
     lines = []

@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    return write(tmp_path, dynamic_tree_max_topK=4, max_total_draft_tokens=20)
+    return write(tmp_path, use_dynamic_tree=True, dynamic_tree_max_topK=4, max_total_draft_tokens=20)
 
 
 def write(folder: Path, **keys: object) -> str:

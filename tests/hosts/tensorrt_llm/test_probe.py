@@ -59,16 +59,16 @@ def test_a_layout_fits_with_every_symbol_at_its_own_path(install_double: Install
     assert all(report.answer(feature) == Supported() for feature in FEATURE_IDS)
     report.require()
     support = report.resolved["fmha", "Fmha._is_supported"]
-    params = report.resolved["fmha", "FmhaParams"]
+    args = report.resolved["fmha", "AttentionForwardArgs"]
     worker = report.resolved["worker", "Eagle3OneModelWorker._forward_impl"]
-    names = (support.path.rpartition(".")[2], params.parameters["qkv_or_q"], worker.path.rpartition(".")[2])
+    names = (support.path.rpartition(".")[2], worker.path.rpartition(".")[2])
     if layout == "new":
-        assert names == ("_is_supported", "qkv_or_q", "_forward_impl")
-        assert params.path == "tensorrt_llm._torch.attention.backends.fmha.interface.FmhaParams"
+        assert names == ("_is_supported", "_forward_impl")
+        assert args.path == "tensorrt_llm._torch.attention.backends.interface.AttentionForwardArgs"
     else:
-        assert names == ("is_supported", "qkv_input", "forward")
-        assert params.path == "tensorrt_llm._torch.attention_backend.fmha.phased.FmhaParams"
-    assert params.value is sys.modules[params.path.rpartition(".")[0]].FmhaParams
+        assert names == ("is_supported", "forward")
+        assert args.path == "tensorrt_llm._torch.attention_backend.interface.AttentionForwardArgs"
+    assert args.value is sys.modules[args.path.rpartition(".")[0]].AttentionForwardArgs
 
 
 @each_symbol
@@ -135,16 +135,22 @@ def test_each_renamed_parameter_is_one_mismatch(install_double: Install, layout:
                 renamed += 1
     optional = sum(wanted.endswith("?") and symbol.kind == "call" for wanted in symbol.parameters)
     # Properties and class attributes of the doubles, and what only LLM's **kwargs take, have no list to rename in.
-    others = {"LLM": 1, "TrtllmAttentionMetadata": 4, "SpecTreeManager": 1, "ResourceManagerType": 3}
+    others = {
+        ("llm_api", "LLM"): 1,
+        ("fmha", "TrtllmAttentionMetadata"): 4,
+        ("slots", "SpecTreeManager"): 1,
+        ("worker", "ResourceManagerType"): 1,
+    }
     phase = symbol.id == "Fmha._is_supported" and layout == "old"
-    assert renamed == len(symbol.parameters) - optional - others.get(symbol.id, 0) - phase
+    unlisted = others.get((symbol.feature, symbol.id), 0)
+    assert renamed == len(symbol.parameters) - optional - unlisted - phase
 
 
 @each_symbol
 def test_a_new_parameter_without_a_default_is_one_mismatch(
     install_double: Install, layout: str, symbol: Symbol
 ) -> None:
-    if symbol.kind in ("fields", "value", "native"):
+    if symbol.kind in ("fields", "value"):
         return
     entries = double_entries(layout)
     entry = entry_of(entries, symbol)
@@ -167,5 +173,5 @@ def test_a_module_that_is_gone_costs_the_features_of_its_symbols_only(
         found = {feature for mismatch in report.mismatches for feature in mismatch.features}
         assert found == set().union(*map(features_of, gone)), module
         # A symbol that moved may be looked for in another module, which is still there.
-        moved = {"FmhaParams", "KVCacheManagerV2"}.intersection(entry["name"] for entry in gone)
+        moved = {"KVCacheManagerV2"}.intersection(entry["name"] for entry in gone)
         assert len(report.mismatches) <= 1 + len(moved), report.mismatches

@@ -73,7 +73,7 @@ def test_without_dynamic_trees_there_is_a_chain_and_trees_are_refused_with_the_r
         report.require("trees")
     assert {problem.value for problem in caught.value.problems} == {"1.2.1"}
     assert {problem.remedy for problem in caught.value.problems} == {TREE_REMEDY}
-    for feature in ("mtp", "hybrid", "mla", "trtllm_gen", "model:LlamaForCausalLM"):
+    for feature in ("mtp", "hybrid", "mla", "model:LlamaForCausalLM"):
         assert isinstance(report.answer(feature), Refused)
 
 

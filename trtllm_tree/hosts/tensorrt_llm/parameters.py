@@ -33,7 +33,7 @@ def checked_parameters(symbol: Symbol, owner: Any, value: Any, path: str) -> dic
     Raises:
         SymbolMismatch: with all that does not fit.
     """
-    if symbol.kind in ("value", "native"):
+    if symbol.kind == "value":
         return {}
     if symbol.kind == "fields":
         here, faults = _chosen(symbol, set(_field_names(value)), has_any=False)

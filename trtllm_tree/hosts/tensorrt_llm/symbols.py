@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["value", "native", "call", "override", "fields", "model"]
+Kind = Literal["value", "call", "override", "fields", "model"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Symbol:
     Attributes:
         feature: id of the feature that it belongs to.
         kind: `call`: we call it, or construct the class. `override`: we override it and are called. `fields`: we
-            read attributes of the class's instances. `model`: a target class that we subclass. `native`: a compiled
-            function without a signature. `value`: we only need it to be there.
+            read attributes of the class's instances. `model`: a target class that we subclass. `value`: we only need
+            it to be there.
         modules: where it may be, newest first.
         name: in the module.
         member: of the class `name`; "new|old" where it was renamed, empty for the class itself.
@@ -81,11 +81,15 @@ FEATURES = (
     Feature("fmha", "own attention library"),
     Feature("kv_compaction", "views of the KV pools"),
     Feature("trees", "draft trees", _TREE_PARTS),
-    Feature("trtllm_gen", "draft trees with trtllm-gen prefixes (Blackwell)", ("trees",)),
-    Feature("mla", "draft trees over latent attention", ("trtllm_gen",)),
+    Feature("mla", "draft trees over latent attention", ("trees",)),
     Feature("mtp", "draft trees from MTP layers", ("trees",)),
     Feature("hybrid", "draft trees over recurrent layers", ("trees",)),
-    *(Feature(f"model:{name}", f"draft trees on {name}", ("trees",)) for name in _ARCHITECTURES),
+    *(
+        Feature(
+            f"model:{name}", f"draft trees on {name}", ("mla" if name.startswith("Deepseek") else "trees",)
+        )
+        for name in _ARCHITECTURES
+    ),
 )
 
 _ROOT = "tensorrt_llm"
@@ -97,7 +101,6 @@ _TREE_MANAGER = (f"{_TORCH}.speculative.spec_tree_manager",)
 _DRAFTER = (f"{_TORCH}.speculative.drafter",)
 _MODELS = f"{_TORCH}.models"
 _RESOURCES = (f"{_TORCH}.pyexecutor.resource_manager",)
-_THOP = (f"{_ROOT}.bindings.internal.thop",)
 # Base of the models that own a worker; others cannot be given ours.
 WORKER_OWNER = "SpecDecOneEngineForCausalLM"
 
@@ -111,7 +114,6 @@ def _executor_cache(name: str) -> tuple[str, ...]:
 
 
 _FMHA = _attention("fmha.interface")
-_PHASED = _attention("fmha.phased")
 _REGISTRY = _attention("fmha.registry")
 _ATTENTION_CALL = ("q", "k", "v", "metadata", "forward_args")
 _WORKER_CALL = (
@@ -122,14 +124,9 @@ _MODEL_CALL = (
     "attn_metadata", "input_ids", "position_ids", "inputs_embeds", "return_context_logits", "spec_metadata",
     "resource_manager",
 )  # fmt: skip
-_SPEC_METADATA = (
-    "gather_ids", "draft_tokens", "runtime_draft_len", "hidden_states", "layers_to_capture", "hidden_size",
-    "batch_indices_cuda",
-)  # fmt: skip
-_FMHA_PARAMS = (
-    "qkv_or_q|qkv_input", "k|key_input", "v|value_input", "output|context_buf", "sequence_length|sequence_lengths",
-    "spec_decoding_position_offsets_for_cpp|spec_decoding_position_offsets", "fwd", "meta", "attn", "num_requests",
-    "num_tokens", "seq_offset", "input_seq_length", "kv_factor", "tokens_per_block",
+_SPEC_METADATA = ("runtime_draft_len", "hidden_states", "layers_to_capture", "hidden_size")
+_FORWARD_ARGS = (
+    "output", "out_scale", "attention_input_type", "attention_window_size", "attention_sinks", "attention_mask_data",
 )  # fmt: skip
 _ATTENTION_METADATA = (
     "use_spec_decoding", "is_spec_dec_tree", "is_spec_dec_dynamic_tree", "spec_decoding_position_offsets",
@@ -137,11 +134,6 @@ _ATTENTION_METADATA = (
     "draft_kv_cache_block_offsets", "tokens_per_block", "host_kv_cache_pool_mapping", "host_kv_cache_pool_pointers",
     "effective_workspace",
 )  # fmt: skip
-_NEXT_TOKENS = (
-    "accepted_tokens", "next_draft_tokens", "batch_indices_cuda", "batch_size", "num_accepted_tokens",
-)  # fmt: skip
-_CONTEXT_IDS = ("input_ids", "num_ctx_tokens", "gather_ids", "accepted_tokens", "num_contexts")
-_MANAGERS = ("SPEC_RESOURCE_MANAGER", "KV_CACHE_MANAGER", "DRAFT_KV_CACHE_MANAGER")
 _MAMBA_UPDATE = ("attn_metadata", "num_accepted_tokens", "state_indices", "accepted_leaf_positions")
 
 # fmt: off
@@ -149,6 +141,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("chain", "fields", _LLM_ARGS, "Eagle3DecodingConfig", "",
            ("max_draft_len", "speculative_model|speculative_model_dir"), purpose="a chain is its plain instance"),
     Symbol("llm_api", "call", (_ROOT,), "LLM", "", ("model", "speculative_config"), purpose="LLM(host=...)"),
+    Symbol("llm_api", "fields", (_ROOT,), "SamplingParams", "",
+           ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), purpose="LLM(host=...)"),
     Symbol("llm_api", "fields", _LLM_ARGS, "TorchLlmArgs", "",
            ("speculative_config", "attn_backend", "env_overrides"), purpose="what a YAML file sets"),
     Symbol("serve", "value", (f"{_ROOT}.commands.serve",), "main", purpose="trtllm-tree serve"),
@@ -168,33 +163,24 @@ SYMBOLS: tuple[Symbol, ...] = (
            ("spec_config", "mapping", "use_separate_draft_kv_cache"), purpose="base class"),
     Symbol("worker", "override", _EAGLE3, "Eagle3OneModelWorker", "_forward_impl|forward", _WORKER_CALL,
            purpose="one round"),
-    Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "_prepare_next_new_tokens", _NEXT_TOKENS,
-           purpose="input of the next step"),
-    Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "_prepare_context_input_ids", _CONTEXT_IDS,
-           purpose="draft step 0 of prefills"),
     Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "get_draft_kv_cache_manager", ("resource_manager",),
            purpose="the head's KV"),
     Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "draft_kv_cache_context",
            ("attn_metadata", "draft_kv_cache_manager"), purpose="the head's KV"),
-    Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "_prepare_attn_metadata_for_spec_dec", ("attn_metadata",),
-           purpose="saves metadata before lanes"),
-    Symbol("worker", "call", _INTERFACE, "SpecWorkerBase", "_restore_attn_metadata_from_spec_dec",
-           ("attn_metadata",), purpose="restores it"),
     Symbol("worker", "fields", _EAGLE3, "Eagle3OneModelSpecMetadata", "", _SPEC_METADATA, purpose="what is verified"),
-    Symbol("worker", "fields", _RESOURCES, "ResourceManagerType", "", _MANAGERS, purpose="finds managers"),
+    Symbol("worker", "fields", _RESOURCES, "ResourceManagerType", "", ("SPEC_RESOURCE_MANAGER",),
+           purpose="finds the slots"),
     Symbol("worker", "call", _RESOURCES, "ResourceManager", "get_resource_manager", positional=1,
-           purpose="finds managers"),
+           purpose="finds the slots"),
     Symbol("worker", "call", _attention("interface"), "AttentionMetadata", "on_update",
            purpose="after lengths changed"),
     Symbol("slots", "fields", _TREE_MANAGER, "SpecTreeManager", "", ("slot_storage",), purpose="is replaced by ours"),
     Symbol("slots", "call", _TREE_MANAGER, "DynamicTreeSlotStorage", "",
-           ("num_slots", "n_dt", "mask_width", "top_k?"), purpose="base class"),
+           ("num_slots", "n_dt", "mask_width"), purpose="base class"),
     Symbol("slots", "override", _TREE_MANAGER, "DynamicTreeSlotStorage", "fill_all_slot_ids",
            ("context_requests", "generation_requests"), purpose="uploads seeds"),
     Symbol("slots", "override", _TREE_MANAGER, "DynamicTreeSlotStorage", "mark_invalid", ("slot_id",),
            purpose="a slot without a tree is a chain"),
-    Symbol("slots", "call", _TREE_MANAGER, "DynamicTreeSlotStorage", "mark_valid", ("slot_ids", "count"),
-           purpose="after drafting"),
     Symbol("fmha", "value", _REGISTRY, "FMHA_LIBS", purpose="registration"),
     Symbol("fmha", "value", _REGISTRY, "DEFAULT_FMHA_LIBS", purpose="the libraries behind ours"),
     Symbol("fmha", "call", _REGISTRY, "get_enabled_fmha_lib_classes", purpose="says which one is active"),
@@ -202,18 +188,19 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("fmha", "override", _FMHA, "Fmha", "_is_available|is_available", ("attn",), purpose="which layers"),
     Symbol("fmha", "override", _FMHA, "Fmha", "_is_supported|is_supported", (*_ATTENTION_CALL, "phase?"),
            purpose="which calls"),
-    Symbol("fmha", "call", _PHASED, "PhasedFmha", "forward", _ATTENTION_CALL, purpose="splits by phase"),
-    Symbol("fmha", "override", _PHASED, "PhasedFmha", "run_generation", ("params",), purpose="tree, lane or plain"),
-    Symbol("fmha", "fields", (*_FMHA, *_PHASED), "FmhaParams", "", _FMHA_PARAMS, purpose="one attention call"),
+    Symbol("fmha", "override", _FMHA, "Fmha", "forward", _ATTENTION_CALL, purpose="tree, lane or plain"),
+    Symbol("fmha", "fields", _attention("interface"), "AttentionForwardArgs", "", _FORWARD_ARGS,
+           purpose="one attention call"),
     Symbol("fmha", "fields", _attention("trtllm"), "TrtllmAttentionMetadata", "", _ATTENTION_METADATA,
            purpose="the batch"),
     Symbol("kv_compaction", "call", _RESOURCES, "KVCacheManager", "get_buffers", ("layer_idx", "kv_layout"),
            purpose="rows of a layer"),
     Symbol("kv_compaction", "call", (*_executor_cache("kv_cache_manager_v2"), *_RESOURCES), "KVCacheManagerV2",
            "get_buffers", ("layer_idx", "kv_layout"), purpose="rows of a layer"),
-    Symbol("trtllm_gen", "native", _THOP, "trtllm_gen_generation_preprocess", purpose="RoPE and cache write"),
-    Symbol("mla", "override", _PHASED, "PhasedFmha", "run_mla_generation", ("params",), purpose="tree, lane or plain"),
-    Symbol("mla", "native", _THOP, "build_trtllm_gen_kv_cache_metadata", purpose="the latent pool"),
+    Symbol("mla", "fields", _attention("trtllm"), "TrtllmAttentionMetadata", "", ("helix_position_offsets",),
+           purpose="positions of latent rows"),
+    Symbol("mla", "fields", _attention("interface"), "AttentionForwardArgs", "", ("quant_q_buffer",),
+           purpose="queries over an FP8 cache"),
     Symbol("mtp", "fields", _LLM_ARGS, "MTPDecodingConfig", "",
            ("max_draft_len", "use_dynamic_tree", "dynamic_tree_max_topK"), purpose="K and N"),
     Symbol("mtp", "call", (f"{_TORCH}.speculative.mtp_dynamic_tree",), "MTPEagleDynamicTreeWorker", "",
