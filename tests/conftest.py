@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Keywords hold folder names too.
         if item.get_closest_marker("tensorrt_llm") and not has_trtllm:
             item.add_marker(pytest.mark.skip(reason="needs the tensorrt_llm package"))
+
+
+@pytest.fixture(autouse=True)
+def _no_test_leaves_variables() -> Iterator[None]:
+    """A host sets variables in this process, as TensorRT-LLM does."""
+    before = dict(os.environ)
+    yield
+    # pytest's own comes and goes around every phase of a test.
+    before["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "config": ("EngineConfig", "GuidedDecodingParams", "SamplingParams", "SpeculativeConfig", "load_config"),
+    "config": ("EngineConfig", "GuidedDecodingParams", "SamplingParams", "load_config"),
     "errors": (
         "ConfigError",
         "HostError",
@@ -58,6 +58,8 @@ _MODULES = {
         "TreeError",
         "UnsupportedError",
     ),
+    # In a process with TensorRT-LLM its objects come out of it; type checkers see ours.
+    "hosts.tensorrt_llm.speculation": ("SpeculativeConfig",),
     "llm": ("LLM",),
     "outputs": ("AcceptanceStats", "CompletionOutput", "RequestOutput"),
 }

@@ -1,7 +1,7 @@
 """The Python front: `LLM(model, speculative_config=...)`, `generate` and `stream`.
 
-One engine serves every call. Prompts are texts, chat messages or token ids; a request that cannot be served
-fails alone.
+One engine, of either host, serves every call. Prompts are texts, chat messages or token ids; a request that cannot
+be served fails alone.
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ from types import TracebackType
 from typing import Any, overload
 
 from trtllm_tree.config.engine import EngineConfig
-from trtllm_tree.config.host_rules import host_problems
+from trtllm_tree.config.host_rules import HOSTS, Host, drafter_problems, host_problems
 from trtllm_tree.config.load import RunConfig
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.demo import resolve_head, resolve_target
 from trtllm_tree.engine.request import Request
 from trtllm_tree.errors import ConfigError, Problem, RequestError
-from trtllm_tree.hosts.embedded.host import build_host
+from trtllm_tree.hosts.embedded import require_packages
+from trtllm_tree.hosts.tensorrt_llm.llm import TensorRtLlm, run_config
+from trtllm_tree.hosts.tensorrt_llm.translate import plain_config
 from trtllm_tree.outputs import AcceptanceStats, CompletionOutput, RequestOutput
 
 Prompt = str | list[int] | list[dict[str, str]]
 
 
 class LLM:
-    """A model, optionally with a draft tree, on the embedded engine.
+    """A model, optionally with a draft tree, on the embedded engine or on TensorRT-LLM.
 
     Args:
-        model: local Hugging Face directory, or "demo".
-        speculative_config: None decodes plainly; tree_topk=1 drafts a chain, more a tree.
+        model: local Hugging Face directory, or "demo" (embedded); on TensorRT-LLM also a name that it downloads.
+        speculative_config: None decodes plainly; tree_topk=1 drafts a chain, more a tree. Decoding configs of
+            TensorRT-LLM are taken too.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        engine_options: further fields of `EngineConfig` (max_batch_size, max_seq_len, tokens_per_block, ...).
+        host: "embedded" or "tensorrt_llm".
+        engine_options: further fields of `EngineConfig` (max_batch_size, max_seq_len, tokens_per_block, ...); on
+            TensorRT-LLM also any argument of its LLM (tensor_parallel_size, kv_cache_config, ...). There, limits
+            that are not given are TensorRT-LLM's.
 
     Raises:
+        HostUnavailableError: what the host runs on is not installed.
         ConfigError, UnsupportedError: with every problem at once.
     """
 
@@ -45,25 +52,46 @@ class LLM:
         *,
         speculative_config: SpeculativeConfig | None = None,
         dtype: str = "auto",
+        host: Host = "embedded",
         **engine_options: Any,
     ) -> None:
+        if host not in HOSTS:
+            rule = f"must be one of {', '.join(HOSTS)}"
+            raise ConfigError(Problem("host", host, rule, "Set host to embedded."))
+        spec = None if speculative_config is None else plain_config(speculative_config)
+        if host == "tensorrt_llm":
+            self._serve_on_tensorrt_llm(run_config(model, spec, engine_options, dtype=dtype))
+            return
+        require_packages()
         config = EngineConfig(model=model, dtype=dtype, **engine_options)
-        self.speculative_config = _with_head(model, speculative_config)
+        self.speculative_config = _with_head(model, spec)
         head_dir = None
         if self.speculative_config is not None:
             head_dir = resolve_head(self.speculative_config.speculative_model or "")
-        host = build_host(
+        # What it needs of transformers is newer than what TensorRT-LLM brings.
+        from trtllm_tree.hosts.embedded.host import build_host
+
+        built = build_host(
             config, self.speculative_config, target_dir=resolve_target(model), head_dir=head_dir
         )
-        self.engine, self.tokenizer, self.spec_round = host.engine, host.tokenizer, host.spec_round
+        self.engine, self.tokenizer, self.spec_round = built.engine, built.tokenizer, built.spec_round
+
+    def _serve_on_tensorrt_llm(self, config: RunConfig) -> None:
+        self.speculative_config = config.speculative
+        self.remote = TensorRtLlm(config)
+        self.tokenizer = self.remote.tokenizer
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> LLM:
+    def from_config(cls, config: RunConfig, *, host: Host = "embedded") -> LLM:
         """An LLM for a loaded YAML file. Its env_overrides are set in this process, as TensorRT-LLM does.
 
         Raises:
             ConfigError: also for options of the file that this host cannot honour.
         """
+        if host == "tensorrt_llm":
+            llm = cls.__new__(cls)
+            llm._serve_on_tensorrt_llm(config)
+            return llm
         if problems := host_problems(config, "embedded"):
             raise ConfigError(problems)
         os.environ.update(config.env_overrides)
@@ -82,7 +110,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop the engine and its memory. The LLM cannot be used afterwards."""
+        """Drop the engine and its memory, or end TensorRT-LLM's processes. The LLM cannot be used afterwards."""
+        if (remote := self.__dict__.pop("remote", None)) is not None:
+            remote.close()
         self.__dict__.pop("engine", None)
         self.__dict__.pop("spec_round", None)
 
@@ -143,6 +173,10 @@ class LLM:
         Raises:
             RequestError: when the request cannot be served, or fails on the way.
         """
+        if "remote" in self.__dict__:
+            params = sampling_params or SamplingParams()
+            yield from self.remote.stream(_text(prompt), self.encode(prompt), params)
+            return
         # Kept, so that an open stream survives `close`.
         engine = self.engine
         request = self._add(prompt, sampling_params or SamplingParams())
@@ -178,6 +212,9 @@ class LLM:
         return self.engine.add_request(self.encode(prompt), params)
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[RequestOutput]:
+        if "remote" in self.__dict__:
+            texts, ids = [_text(prompt) for prompt in prompts], [self.encode(prompt) for prompt in prompts]
+            return self.remote.run(texts, ids, params)
         requests: list[Request | RequestError] = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
@@ -203,8 +240,14 @@ def _is_single(prompts: Any) -> bool:
     return isinstance(prompts, str) or all(isinstance(item, (int, dict)) for item in prompts)
 
 
+def _text(prompt: Prompt) -> str | None:
+    return prompt if isinstance(prompt, str) else None
+
+
 def _with_head(model: str, config: SpeculativeConfig | None) -> SpeculativeConfig | None:
     """The demo brings its own head; any other model needs one named."""
+    if config is not None and (problems := drafter_problems(config, "embedded")):
+        raise ConfigError(problems)
     if config is None or config.speculative_model is not None:
         return config
     if model == "demo":
@@ -229,7 +272,7 @@ def _output(request: Request, prompt: Prompt) -> RequestOutput:
         completion.cumulative_logprob = sum(entry[token].logprob for token, entry in pairs)
     return RequestOutput(
         request_id=request.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=_text(prompt),
         prompt_token_ids=list(request.prompt_ids),
         outputs=[completion],
         acceptance=AcceptanceStats(list(request.accept_lens), request.num_pruned_drafts),
@@ -242,7 +285,7 @@ def _output(request: Request, prompt: Prompt) -> RequestOutput:
 def _refused(error: RequestError, prompt: Prompt) -> RequestOutput:
     return RequestOutput(
         request_id=-1,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=_text(prompt),
         prompt_token_ids=[],
         outputs=[CompletionOutput(finish_reason="error")],
         acceptance=AcceptanceStats(),

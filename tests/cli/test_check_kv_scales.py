@@ -39,6 +39,7 @@ def test_a_scaled_checkpoint_is_refused_where_the_cache_would_be_fp8_and_ours(
             "decoding_type": "Eagle3",
             "max_draft_len": 5,
             "speculative_model": str(resolve_head("demo")),
+            "use_dynamic_tree": topk > 1,
             "dynamic_tree_max_topK": topk,
         }
         | ({"max_total_draft_tokens": 20} if topk > 1 else {}),

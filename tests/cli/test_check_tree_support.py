@@ -47,7 +47,7 @@ def model(tmp_path: Path, **changes: object) -> str:
 def config(tmp_path: Path, *, topk: int | None = 4, **top: object) -> str:
     section: dict[str, Any] = {"decoding_type": "Eagle3", "speculative_model": HEAD, "max_draft_len": 5}
     if topk is not None:
-        section |= {"dynamic_tree_max_topK": topk, "max_total_draft_tokens": 20}
+        section |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": topk, "max_total_draft_tokens": 20}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"speculative_config": section, **top}), encoding="utf-8")
     return str(path)

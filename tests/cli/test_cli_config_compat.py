@@ -43,7 +43,10 @@ def target(tmp_path: Path) -> str:
 
 
 def write(tmp_path: Path, **speculative: object) -> str:
-    section = {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": "demo"} | speculative
+    tree = {"use_dynamic_tree": True} if "dynamic_tree_max_topK" in speculative else {}
+    section = (
+        {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": "demo"} | tree | speculative
+    )
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": "demo", "speculative_config": section}), encoding="utf-8")
     return str(path)
@@ -65,14 +68,33 @@ def test_the_demo_is_ok_and_the_table_says_what_was_resolved(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("host", ["embedded", "tensorrt_llm"])
-def test_the_tree_config_needs_only_a_head_and_runs_on_both_hosts(
-    capsys: pytest.CaptureFixture[str], target: str, host: str
+@pytest.mark.parametrize("name", ["tree_eagle", "tree_eagle_fp8", "tree_mla"])
+def test_a_tree_config_needs_only_a_head_and_runs_on_both_hosts(
+    capsys: pytest.CaptureFixture[str], target: str, name: str, host: str
 ) -> None:
-    code, _, err = check(capsys, TREE_EAGLE, "--host", host)
+    path = TREE_EAGLE.replace("tree_eagle", name)
+    code, _, err = check(capsys, path, "--host", host)
     assert code == 1 and len(err) == 1 and "path/to/eagle3-head" in err[0]
     head = str(resolve_head("demo"))
     for model in ([], ["--model", target]):
-        assert check(capsys, TREE_EAGLE, "--host", host, "--speculative-model", head, *model)[0] == 0
+        assert check(capsys, path, "--host", host, "--speculative-model", head, *model)[0] == 0
+
+
+@pytest.mark.parametrize("host", ["embedded", "tensorrt_llm"])
+def test_the_mla_config_goes_with_an_mla_target(
+    capsys: pytest.CaptureFixture[str], target: str, host: str
+) -> None:
+    config = TARGET_CONFIG | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (Path(target) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path, head = TREE_EAGLE.replace("tree_eagle", "tree_mla"), str(resolve_head("demo"))
+    assert check(capsys, path, "--host", host, "--speculative-model", head, "--model", target)[0] == 0
+
+
+@pytest.mark.parametrize("host", ["embedded", "tensorrt_llm"])
+def test_the_mtp_config_is_refused_by_both_hosts(capsys: pytest.CaptureFixture[str], host: str) -> None:
+    code, _, err = check(capsys, TREE_EAGLE.replace("tree_eagle", "tree_mtp"), "--host", host)
+    assert code == 1 and len(err) == 1
+    assert err[0].startswith("speculative_config.decoding_type = 'MTP': MTP layers are not drafted with")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +125,11 @@ def test_the_tree_config_needs_only_a_head_and_runs_on_both_hosts(
         ({"use_dynamic_tree": True}, "use_dynamic_tree", "Set dynamic_tree_max_topK to 4."),
         (
             {"use_dynamic_tree": False, "dynamic_tree_max_topK": 4},
+            "use_dynamic_tree",
+            "Set use_dynamic_tree to true, or remove dynamic_tree_max_topK for a chain.",
+        ),
+        (
+            {"use_dynamic_tree": None, "dynamic_tree_max_topK": 4},
             "use_dynamic_tree",
             "Set use_dynamic_tree to true, or remove dynamic_tree_max_topK for a chain.",
         ),

@@ -17,6 +17,7 @@ from trtllm_tree.config import (
     load_config,
     read_config,
 )
+from trtllm_tree.config.host_rules import HOSTS, TREE_ENVIRONMENT, trtllm_size_problems
 from trtllm_tree.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,6 +25,7 @@ TREE = {
     "decoding_type": "Eagle3",
     "speculative_model": "head",
     "max_draft_len": 5,
+    "use_dynamic_tree": True,
     "dynamic_tree_max_topK": 4,
     "max_total_draft_tokens": 20,
 }
@@ -368,6 +370,53 @@ def test_speculation_needs_a_head_unless_the_model_is_the_demo() -> None:
         assert refused(config, "embedded") == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "rejection", "option", "rule"),
+    [
+        (
+            {"TLLM_TREE_VERIFY": "typical"},
+            False,
+            "TLLM_TREE_VERIFY",
+            "must be one of greedy, gumbel, rejection",
+        ),
+        (
+            {"TLLM_TREE_VERIFY": "gumbel"},
+            True,
+            "TLLM_TREE_VERIFY",
+            "contradicts use_rejection_sampling = True",
+        ),
+        (
+            {"TLLM_TREE_ENABLE": "1", "TLLM_FMHA_LIBS": "flashinfer_trtllm_gen,fallback"},
+            False,
+            "TLLM_FMHA_LIBS",
+            "names no trtllm_tree",
+        ),
+    ],
+)
+def test_variables_of_the_plugin_are_checked_where_a_tree_is_for_tensorrt_llm(
+    environment: dict[str, str], rejection: bool, option: str, rule: str
+) -> None:
+    spec = SpeculativeConfig(num_nodes=21, speculative_model="h", use_rejection_sampling=rejection)
+    config = RunConfig(engine=EngineConfig(model="m"), speculative=spec, env_overrides=environment)
+    (problem,) = host_problems(config, "tensorrt_llm")
+    assert problem.option == f"env_overrides.{option}" and rule in problem.rule
+    assert host_problems(config, "embedded") == []
+    chain = SpeculativeConfig(tree_topk=1, speculative_model="h")
+    plain = RunConfig(engine=EngineConfig(model="m"), speculative=chain, env_overrides=environment)
+    assert host_problems(plain, "tensorrt_llm") == []
+
+
+@pytest.mark.parametrize("libraries", ["+trtllm_tree", "trtllm_tree,fallback", "-x, +trtllm_tree"])
+@pytest.mark.parametrize(
+    ("mode", "rejection"), [("greedy", False), ("rejection", True), ("rejection", False)]
+)
+def test_variables_that_name_the_plugin_are_right(libraries: str, mode: str, rejection: bool) -> None:
+    environment = {"TLLM_TREE_ENABLE": "1", "TLLM_FMHA_LIBS": libraries, "TLLM_TREE_VERIFY": mode}
+    spec = SpeculativeConfig(num_nodes=21, speculative_model="h", use_rejection_sampling=rejection)
+    config = RunConfig(engine=EngineConfig(model="m"), speculative=spec, env_overrides=environment)
+    assert host_problems(config, "tensorrt_llm") == []
+
+
 def test_the_shipped_configs_load() -> None:
     demo = load_config(CONFIGS / "demo.yaml")
     assert demo.engine == EngineConfig(model="demo", dtype="float32")
@@ -376,7 +425,28 @@ def test_the_shipped_configs_load() -> None:
     )
     assert host_problems(demo, "embedded") == []
     tree = load_config(CONFIGS / "tree_eagle.yaml")
-    assert tree.engine.model == "" and tree.env_overrides == {"TLLM_TREE_ENABLE": "1"}
+    assert tree.engine.model == "" and tree.env_overrides == TREE_ENVIRONMENT | {"TLLM_TREE_VERIFY": "gumbel"}
     assert tree.speculative is not None
     assert (tree.speculative.tree_topk, tree.speculative.num_steps, tree.speculative.num_nodes) == (4, 6, 24)
     assert host_problems(tree, "embedded") == host_problems(tree, "tensorrt_llm") == []
+
+
+# What the hosts say to each file of configs/, by option.
+SHIPPED: dict[str, dict[str, list[str]]] = {
+    "demo": {"tensorrt_llm": ["speculative_config.max_total_draft_tokens"]},
+    "tree_eagle": {},
+    "tree_eagle_fp8": {},
+    "tree_mla": {},
+    "tree_mtp": {host: ["speculative_config.decoding_type"] for host in HOSTS},
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+def test_each_shipped_config_is_right_for_a_host_or_refused_by_name(path: Path) -> None:
+    config = load_config(path)
+    assert config.speculative is not None and config.speculative.is_tree
+    for host in HOSTS:
+        assert refused(config, host) == SHIPPED[path.stem].get(host, [])
+    if path.stem != "demo":
+        assert config.env_overrides == TREE_ENVIRONMENT | {"TLLM_TREE_VERIFY": "gumbel"}
+        assert trtllm_size_problems(config.speculative) == []

@@ -108,7 +108,7 @@ def test_all_problems_come_at_once() -> None:
         tree_topk=17,
         num_steps=0,
         num_nodes=300,
-        decoding_type="MTP",
+        decoding_type="Medusa",
         speculative_model=3,
         host_options={"x": 1},
     )
@@ -141,7 +141,8 @@ def test_a_config_is_frozen_hashable_and_survives_pickling() -> None:
 
 
 def trtllm(**keys: object) -> dict[str, object]:
-    return {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": "head"} | keys
+    tree = {"use_dynamic_tree": True} if "dynamic_tree_max_topK" in keys else {}
+    return {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": "head"} | tree | keys
 
 
 def trtllm_errors(**keys: object) -> list[str]:
@@ -184,8 +185,6 @@ def test_a_default_starts_on_tensorrt_llm_too(k: int, s: int) -> None:
 def test_the_defaults_of_tensorrt_llm_are_read_as_it_reads_them() -> None:
     tree = SpeculativeConfig.from_trtllm(trtllm(use_dynamic_tree=True, dynamic_tree_max_topK=4))
     assert (tree.tree_topk, tree.num_steps, tree.num_nodes) == (4, 5, 21)
-    # A top-K alone asks for a tree there.
-    assert SpeculativeConfig.from_trtllm(trtllm(dynamic_tree_max_topK=4)) == tree
     for keys in ({}, {"use_dynamic_tree": False}, {"use_dynamic_tree": True, "dynamic_tree_max_topK": 1}):
         chain = SpeculativeConfig.from_trtllm(trtllm(**keys))
         assert (chain.tree_topk, chain.num_nodes, chain.is_tree) == (1, 6, False)
@@ -213,14 +212,54 @@ def test_a_tree_is_never_read_as_a_chain() -> None:
     assert "use_dynamic_tree = False" in message and "contradicts dynamic_tree_max_topK = 4" in message
     (message,) = trtllm_errors(use_dynamic_tree=True)
     assert "needs dynamic_tree_max_topK" in message
+    # A chain to newer versions, a tree to older ones.
+    (message,) = trtllm_errors(use_dynamic_tree=None, dynamic_tree_max_topK=4)
+    assert "is needed beside dynamic_tree_max_topK = 4" in message and "use_dynamic_tree to true" in message
+    alone = trtllm(use_dynamic_tree=None, dynamic_tree_max_topK=1)
+    assert not SpeculativeConfig.from_trtllm(alone).is_tree
     (message,) = trtllm_errors(use_dynamic_tree="yes", dynamic_tree_max_topK=4)
     assert "must be true or false" in message
 
 
-@pytest.mark.parametrize("value", ["MTP", "Eagle", "eagle3", None, 3])
-def test_another_decoding_type_is_refused_with_the_known_one(value: object) -> None:
+@pytest.mark.parametrize("value", ["Medusa", "Eagle", "eagle3", "mtp", None, 3])
+def test_another_decoding_type_is_refused_with_the_known_ones(value: object) -> None:
     (message,) = trtllm_errors(decoding_type=value)
-    assert f"speculative_config.decoding_type = {value!r}" in message and "Eagle3" in message
+    assert f"speculative_config.decoding_type = {value!r}" in message and "Eagle3 and MTP" in message
+
+
+def test_mtp_layers_need_no_head_and_have_keys_of_their_own() -> None:
+    keys = {
+        "decoding_type": "MTP",
+        "max_draft_len": 3,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": 2,
+        "max_total_draft_tokens": 5,
+        "relaxed_topk": 1,
+    }
+    config = SpeculativeConfig.from_trtllm(keys)
+    assert (config.decoding_type, config.tree_topk, config.num_nodes) == ("MTP", 2, 6)
+    assert config.speculative_model is None and config.to_trtllm() == keys
+    (problem,) = host_problems(RunConfig(engine=EngineConfig(model="m"), speculative=config), "tensorrt_llm")
+    assert (problem.option, problem.value) == ("speculative_config.decoding_type", "MTP")
+    chain = SpeculativeConfig(decoding_type="MTP", tree_topk=1)
+    run = RunConfig(engine=EngineConfig(model="m"), speculative=chain)
+    assert host_problems(run, "tensorrt_llm") == []
+    assert [problem.option for problem in host_problems(run, "embedded")] == [problem.option]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "remedy"),
+    [
+        ("MTP", "eagle_choices", "Remove it: another decoding_type has it."),
+        ("Eagle3", "relaxed_topk", "Remove it: another decoding_type has it."),
+        ("MTP", "num_nextn_predict_layers", "Write max_draft_len."),
+        ("MTP", "relaxed_topK", "Did you mean relaxed_topk?"),
+    ],
+)
+def test_a_key_of_another_decoding_type_is_unknown(kind: str, key: str, remedy: str) -> None:
+    (message,) = trtllm_errors(decoding_type=kind, **{key: 1})
+    assert f"speculative_config.{key} = 1: is not a key of TensorRT-LLM's {kind}DecodingConfig" in message
+    assert message.endswith(remedy)
 
 
 def test_keys_of_tensorrt_llm_without_a_field_are_kept() -> None:

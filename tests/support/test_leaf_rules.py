@@ -11,7 +11,15 @@ import torch
 from trtllm_tree.attention.base import LeafShape
 from trtllm_tree.attention.leaves.registry import LEAVES, make_leaf
 from trtllm_tree.attention.leaves.rules import call_shape
-from trtllm_tree.support.leaf_rules import FP8, HOST_LEAVES, LEAF_RULES, CallShape, leaf_reasons, plan_leaf
+from trtllm_tree.support.leaf_rules import (
+    FP8,
+    HOST_LEAVES,
+    LEAF_RULES,
+    CallShape,
+    leaf_reasons,
+    plan_host_leaf,
+    plan_leaf,
+)
 from trtllm_tree.support.report import Refused, Supported
 
 GQA = CallShape(
@@ -76,24 +84,34 @@ def test_a_leaf_on_a_gpu_answers_as_planned_but_for_missing_packages(
         ("tensorrt_llm", GQA, SM100, "trtllm_gen"),
         ("tensorrt_llm", replace(GQA, kv_dtype=FP8), SM100, "trtllm_gen"),
         ("tensorrt_llm", replace(GQA, head_dim=96), SM100, "triton"),
+        ("tensorrt_llm", MLA, SM90, "triton"),
         ("tensorrt_llm", MLA, SM100, "trtllm_gen_mla"),
-        ("tensorrt_llm", replace(MLA, page_size=16), SM100, "cute_mla"),
+        ("tensorrt_llm", replace(MLA, page_size=16), SM100, "triton"),
     ],
 )
 def test_the_first_leaf_that_can_serve_is_planned(
     host: str, shape: CallShape, capability: tuple[int, int] | None, leaf: str
 ) -> None:
-    planned = plan_leaf(HOST_LEAVES[host], shape, capability)
+    planned = plan_host_leaf(host, shape, capability)
     assert (planned.name, planned.tree_support().lanes) == (leaf, Supported())
     assert planned.child_backends() == ()
 
 
 def test_where_no_leaf_can_serve_each_says_why() -> None:
-    planned = plan_leaf(HOST_LEAVES["tensorrt_llm"], MLA, (7, 5))
+    names = ("trtllm_gen", "trtllm_gen_mla", "cute_mla", "triton", "flashinfer_fa2")
+    planned = plan_leaf(names, MLA, (7, 5))
     answer = planned.tree_support()
     assert isinstance(answer.verify, Refused) and answer.verify == answer.lanes
-    for name in HOST_LEAVES["tensorrt_llm"]:
+    for name in names:
         assert f"{name}: " in answer.verify.reason and name in planned.name
+
+
+@pytest.mark.parametrize("capability", [SM80, (8, 9), (12, 0)])
+def test_tensorrt_llm_runs_trees_on_hopper_and_datacenter_blackwell_only(capability: tuple[int, int]) -> None:
+    (reason,) = plan_host_leaf("tensorrt_llm", GQA, capability).reasons
+    assert "9.0 or 10.0 or 10.3" in reason and f"{capability[0]}.{capability[1]}" in reason
+    assert plan_host_leaf("embedded", GQA, capability).name == "triton"
+    assert plan_host_leaf("tensorrt_llm", GQA, (10, 3)).name == "trtllm_gen"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import yaml
 from trtllm_tree.config import SamplingParams, host_problems, read_config
 from trtllm_tree.config.host_rules import HOSTS, TREE_REFUSALS
 from trtllm_tree.errors import Problem, UnsupportedError
+from trtllm_tree.hosts.tensorrt_llm.llm import request_problems
 from trtllm_tree.support.model_facts import ModelFacts, model_facts
 from trtllm_tree.support.page import render
 from trtllm_tree.support.plan import PlannedRun, run_problems, scope_rows
@@ -38,6 +39,8 @@ FILE_ASKS: dict[str, dict[str, Any]] = {
     "mtp": {"speculative_config": {"decoding_type": "MTP"}},
     "eagle4": {"speculative_config": {"decoding_type": "Eagle4"}},
     "rejection": {"speculative_config": {"use_rejection_sampling": True}},
+    "logit_edits": {"speculative_config": {"enable_penalty": True}},
+    "kv_compression": {"kv_cache_compression_config": {"algorithm": "x"}},
     "kv_parallelism": {"context_parallel_size": 2, "cp_config": {"cp_type": "ring"}},
     "kv_other_dtypes": {"kv_cache_config": {"dtype": "nvfp4"}},
     "windowed_cache": {"kv_cache_config": {"max_attention_window": [128]}},
@@ -52,8 +55,8 @@ FILE_ASKS: dict[str, dict[str, Any]] = {
     "lora": {"enable_lora": True, "lora_config": {"max_lora_rank": 8}},
     "beam_search": {"max_beam_width": 2},
     "kv_connector": {"kv_connector_config": {"connector": "x"}},
-    "acceptance_window": {"speculative_config": {"acceptance_window": 8}},
-    "draft_len_schedule": {"speculative_config": {"draft_len_schedule": {4: 2}}},
+    "acceptance_window": {"speculative_config": {"acceptance_window": 8, "acceptance_rate_window_size": 8}},
+    "draft_len_schedule": {"speculative_config": {"draft_len_schedule": {4: 2}, "max_concurrency": 4}},
     "two_model_flow": {"speculative_config": {"eagle3_one_model": False}},
     "suffix_automaton": {"speculative_config": {"sa_config": {"threshold": 3}}},
 }
@@ -62,6 +65,8 @@ MODEL_ASKS: dict[str, dict[str, Any]] = {
     "sliding_target": SLIDES,
     "sinks": {"model_type": "gpt_oss"},
     "token_history": {"ngram_sizes": [2, 3]},
+    "mla_target": MLA,
+    "mrope": {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
     "mla_other_models": MLA | {"model_type": "minicpm3"},
     "mla_quantised": MLA | {"quantization_config": {"quant_method": "fp8"}},
     "mla_sliding": MLA | SLIDES,
@@ -71,7 +76,12 @@ MODEL_ASKS: dict[str, dict[str, Any]] = {
     "logit_options": {"logit_scale": 0.5},
 }
 # Nothing can ask for these, or what asks is a file of a head or a request, which have tests of their own.
-ELSEWHERE = {"sampled", "logit_edits", "logprobs", "mla_draft", "mixed_batches", "sliding_lanes"}
+ELSEWHERE = {"sampled", "logprobs", "mla_draft", "mixed_batches", "sliding_lanes"}
+# On TensorRT-LLM these are cases of other lines, which block in their place.
+CASES = {
+    "sliding_by_mask": ["sliding_target"],
+    "mla_sliding": ["sliding_target"],
+}
 
 
 def run_of(
@@ -128,9 +138,7 @@ def test_a_run_that_asks_for_a_line_is_blocked_by_it_alone_where_it_is_refused(
     if name not in refused(host):
         assert problems == []
         return
-    # On TensorRT-LLM these are cases of one line.
-    is_case = host == "tensorrt_llm" and name in ("sliding_by_mask", "mla_sliding")
-    assert blocked == ["sliding_target" if is_case else name]
+    assert blocked == (CASES.get(name, [name]) if host == "tensorrt_llm" else [name])
     assert problems and all(problem.remedy for problem in problems)
 
 
@@ -139,10 +147,22 @@ def test_every_refused_line_has_a_case_here(host: Any) -> None:
     assert set(refused(host)) <= {*FILE_ASKS, *MODEL_ASKS} | ELSEWHERE
 
 
-def test_sampling_is_served_by_the_embedded_host_only() -> None:
-    assert SamplingParams(temperature=0.7).validate() == []
+def test_sampling_is_served_by_both_hosts_and_edits_by_one() -> None:
+    edited = SamplingParams(temperature=0.7, frequency_penalty=1.0)
+    assert edited.validate() == []
+    assert [problem.option for problem in request_problems(edited)] == ["frequency_penalty"]
     assert isinstance(LINES["sampled"].embedded, Supported)
-    assert isinstance(LINES["sampled"].tensorrt_llm, Refused)
+    assert isinstance(LINES["sampled"].tensorrt_llm, Supported)
+    assert isinstance(LINES["logit_edits"].embedded, Supported)
+
+
+def test_a_verify_mode_that_contradicts_the_config_is_blocked_by_the_line_of_rejection(
+    tmp_path: Path,
+) -> None:
+    file = FILE_ASKS["rejection"] | {"env_overrides": {"TLLM_TREE_VERIFY": "greedy"}}
+    run, problems = run_of(tmp_path, file, {}, "tensorrt_llm")
+    blocked = [row.line.id for row in scope_rows(run, problems) if row.verdict == "blocked"]
+    assert blocked == ["rejection"] and "use_rejection_sampling" in problems[0].rule
 
 
 def test_every_key_that_a_tree_does_not_go_with_is_a_line() -> None:

@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: with every problem; with `--json` they are in the output and the exit code is 1.
     """
     from trtllm_tree.cli.tree_table import tree_report
-    from trtllm_tree.config import host_problems, read_config
-    from trtllm_tree.support.plan import run_problems
+    from trtllm_tree.config import read_config
 
     overrides: dict[str, object] = {}
     if args.model is not None:
@@ -70,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
         overrides["speculative_config"] = {"speculative_model": args.speculative_model}
     host: Host = args.host or _installed_host()
     config, file_problems = read_config(args.config, overrides=overrides)
-    planned = _planned_run(config, host)
-    problems = file_problems + host_problems(config, host) + model_problems(config, host)
-    problems += run_problems(planned)
+    planned = planned_run(config, host)
+    problems = file_problems + all_problems(config, host, planned)
     # What was read beside errors is not what would run.
     resolved = {} if file_problems else _resolved(config, host)
     tree = tree_report(planned, problems) if resolved and planned.is_tree else None
@@ -97,6 +95,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def all_problems(config: RunConfig, host: Host, planned: PlannedRun) -> list[Problem]:
+    """Everything wrong with a config that was read, its models and their backends, as far as files tell."""
+    from trtllm_tree.config import host_problems
+    from trtllm_tree.support.plan import run_problems
+
+    return host_problems(config, host) + model_problems(config, host) + run_problems(planned)
+
+
 def _probed(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     """What the installed TensorRT-LLM offers, and what `config` needs that it does not."""
     from trtllm_tree.cli.probe_table import probe_data, quiet_probe
@@ -114,13 +120,11 @@ def model_problems(config: RunConfig, host: Host) -> list[Problem]:
     A model that the command line has yet to name is no problem; the head is then checked by itself. So it is
     for the demo's model, which is not converted for this.
     """
+    from trtllm_tree.config.host_rules import demo_name_problems
+
     model = config.engine.model
     head = config.speculative.speculative_model if config.speculative else None
-    problems = []
-    if host == "tensorrt_llm":
-        names = (("model", model), ("speculative_config.speculative_model", head))
-        rule, remedy = "only the embedded host knows this name", "Give the directory."
-        problems += [Problem(option, name, rule, remedy) for option, name in names if name == _DEMO]
+    problems = demo_name_problems(config) if host == "tensorrt_llm" else []
     target = _local_dir(model, host)
     if target is not None and not (target / "config.json").is_file():
         rule = "must be a directory with a config.json"
@@ -129,6 +133,10 @@ def model_problems(config: RunConfig, host: Host) -> list[Problem]:
         )
         target = None
     problems += _head_problems(head, target, host)
+    if host == "tensorrt_llm" and config.speculative is not None and target is not None and not problems:
+        from trtllm_tree.hosts.tensorrt_llm.llm import feature_problems
+
+        problems += feature_problems(config.speculative, str(target))
     return problems + _kv_scale_problems(config, host, target)
 
 
@@ -145,7 +153,7 @@ def _kv_scale_problems(config: RunConfig, host: Host, target: Path | None) -> li
     return [p for option, folder in folders if folder for p in kv_scale_problems(folder, option)]
 
 
-def _planned_run(config: RunConfig, host: Host) -> PlannedRun:
+def planned_run(config: RunConfig, host: Host) -> PlannedRun:
     """The run as far as config files of both models and the machine's first GPU tell."""
     from trtllm_tree.demo.target import converted_target_dir
     from trtllm_tree.support.gpus import gpu_capabilities

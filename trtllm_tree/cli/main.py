@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from trtllm_tree import __version__
-from trtllm_tree.cli import bench, check, generate, trace
+from trtllm_tree.cli import bench, check, generate, serve, trace
 from trtllm_tree.errors import TreeError
 
-COMMANDS = (generate, trace, check, bench)
+COMMANDS = (generate, trace, check, bench, serve)
 
 
 def build_parser() -> argparse.ArgumentParser:

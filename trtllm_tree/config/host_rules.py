@@ -19,9 +19,10 @@ Host = Literal["embedded", "tensorrt_llm"]
 HOSTS: tuple[str, ...] = get_args(Host)
 
 STATIC_TREE_RULE = "static trees are not drafted here"
+MTP_RULE = "MTP layers are not drafted with yet; multi-depth MTP follows a chain"
 EMBEDDED_RULE = "the embedded host does not honour it"
 # Values that the embedded host has a meaning for.
-_EMBEDDED_VALUES = {"guided_decoding_backend": "xgrammar"}
+_EMBEDDED_VALUES = {"guided_decoding_backend": "xgrammar", "speculative_config.enable_penalty": True}
 _EMBEDDED_REMEDIES = {
     "guided_decoding_backend": "Set guided_decoding_backend to xgrammar.",
     "kv_cache_config.free_gpu_memory_fraction": "Size the pool with kv_cache_config.max_tokens instead.",
@@ -37,6 +38,7 @@ TREE_REFUSALS = {
     "enable_attention_dp": "there is no attention data parallelism with draft trees",
     "enable_lora": "there is no LoRA with draft trees",
     "guided_decoding_backend": "there is no structured output with draft trees",
+    "kv_cache_compression_config": "tree attention reads caches as they were written",
     "kv_cache_config.max_attention_window": "target layers have no sliding window with draft trees",
     "kv_connector_config": "there is no KV connector with draft trees",
     "lora_config": "there is no LoRA with draft trees",
@@ -44,19 +46,32 @@ TREE_REFUSALS = {
     "pipeline_parallel_size": "there is no pipeline parallelism with draft trees",
     "sparse_attention_config": "there is no sparse attention with draft trees",
     "attn_backend": "tree attention is part of the TRTLLM backend",
+    "speculative_config.acceptance_rate_window_size": "a tree is not switched off at run time",
     "speculative_config.acceptance_window": "a tree is not switched off at run time",
     "speculative_config.draft_len_schedule": "a tree has one size at all batch sizes",
+    "speculative_config.enable_penalty": "logits of a tree are not edited on this host",
+    "speculative_config.max_concurrency": "a tree has one size at all batch sizes",
     "speculative_config.eagle3_one_model": "draft trees need the one-model flow",
     "speculative_config.sa_config": "a tree has one drafter",
-    "speculative_config.use_rejection_sampling": "trees are not verified by rejection sampling yet",
 }
+
+# What the plugin reads in each process of TensorRT-LLM; hosts.tensorrt_llm acts by them.
+ENABLE_VARIABLE = "TLLM_TREE_ENABLE"
+VERIFY_VARIABLE = "TLLM_TREE_VERIFY"
+LIBRARIES_VARIABLE = "TLLM_FMHA_LIBS"
+# Greedy whatever a request asks; noise keyed by seed and position; recursive rejection.
+VERIFY_MODES = ("greedy", "gumbel", "rejection")
+DEFAULT_VERIFY_MODE = "gumbel"
+ATTENTION_LIBRARY = "trtllm_tree"
+# What switches trees on in every process, and makes TensorRT-LLM refuse to start where the plugin is missing.
+TREE_ENVIRONMENT = {ENABLE_VARIABLE: "1", LIBRARIES_VARIABLE: f"+{ATTENTION_LIBRARY}"}
 
 
 def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     """Everything in `config` that `host` cannot honour; empty if it can run it."""
     assert host in HOSTS, f"unknown host {host!r}"
     options = dict(_set_options(config))
-    problems = _head_missing(config)
+    problems = _head_missing(config) + drafter_problems(config.speculative, host)
     if host == "embedded":
         problems += [
             _embedded_refusal(option, *pair)
@@ -69,9 +84,10 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
         remedy = "Set use_dynamic_tree to true."
         problems.append(Problem("speculative_config.eagle_choices", value, STATIC_TREE_RULE, remedy))
     if config.speculative is not None and config.speculative.is_tree:
-        problems += _trtllm_size_problems(config.speculative)
-        if config.speculative.use_rejection_sampling:
-            options["speculative_config.use_rejection_sampling"] = (True, False)
+        problems += trtllm_size_problems(config.speculative)
+        problems += environment_problems(
+            config.env_overrides, rejection=config.speculative.use_rejection_sampling
+        )
         for option, rule in TREE_REFUSALS.items():
             if option in options:
                 value, neutral = options[option]
@@ -106,14 +122,56 @@ def _remove(option: str, neutral: object) -> str:
 
 
 def _head_missing(config: RunConfig) -> list[Problem]:
-    """A draft head is needed, except where the model brings its own: the demo."""
-    if config.speculative is None or config.speculative.speculative_model or config.engine.model == "demo":
+    """A draft head is needed, except where the model brings its own: the demo, and MTP layers."""
+    spec = config.speculative
+    if spec is None or spec.speculative_model or spec.decoding_type == "MTP" or config.engine.model == "demo":
         return []
     rule, remedy = "Eagle3 needs a draft head", "Name its directory in speculative_config.speculative_model."
     return [Problem("speculative_config.speculative_model", None, rule, remedy)]
 
 
-def _trtllm_size_problems(spec: SpeculativeConfig) -> list[Problem]:
+def drafter_problems(spec: SpeculativeConfig | None, host: Host) -> list[Problem]:
+    """The embedded host has no MTP layers at all; on TensorRT-LLM a chain of them is its own business."""
+    if spec is None or spec.decoding_type != "MTP" or (host == "tensorrt_llm" and not spec.is_tree):
+        return []
+    remedy = "Set decoding_type to Eagle3." if host == "embedded" else "Set use_dynamic_tree to false."
+    return [Problem("speculative_config.decoding_type", spec.decoding_type, MTP_RULE, remedy)]
+
+
+def demo_name_problems(config: RunConfig) -> list[Problem]:
+    """The demo's names, which TensorRT-LLM would look for on the hub."""
+    head = config.speculative.speculative_model if config.speculative else None
+    names = (("model", config.engine.model), ("speculative_config.speculative_model", head))
+    rule, remedy = "only the embedded host knows this name", "Give the directory."
+    return [Problem(option, name, rule, remedy) for option, name in names if name == "demo"]
+
+
+def environment_problems(environment: Mapping[str, str], *, rejection: bool) -> list[Problem]:
+    """What is wrong with the plugin's variables for a tree, in a file's env_overrides or in a process.
+
+    Args:
+        rejection: the config asks for rejection sampling.
+    """
+    problems = []
+    mode = environment.get(VERIFY_VARIABLE)
+    if mode is not None and mode not in VERIFY_MODES:
+        rule = f"must be one of {', '.join(VERIFY_MODES)}"
+        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}."
+        problems.append(Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, rule, remedy))
+    elif rejection and mode not in (None, "rejection"):
+        rule = "contradicts use_rejection_sampling = True"
+        remedy = f"Set {VERIFY_VARIABLE} to rejection, or use_rejection_sampling to false."
+        problems.append(Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, rule, remedy))
+    libraries = environment.get(LIBRARIES_VARIABLE)
+    named = [name.strip().removeprefix("+") for name in (libraries or "").split(",")]
+    if environment.get(ENABLE_VARIABLE) == "1" and libraries is not None and ATTENTION_LIBRARY not in named:
+        rule = f"names no {ATTENTION_LIBRARY}, so that TensorRT-LLM would start without tree attention"
+        remedy = f'Set {LIBRARIES_VARIABLE} to "{TREE_ENVIRONMENT[LIBRARIES_VARIABLE]}".'
+        problems.append(Problem(f"env_overrides.{LIBRARIES_VARIABLE}", libraries, rule, remedy))
+    return problems
+
+
+def trtllm_size_problems(spec: SpeculativeConfig) -> list[Problem]:
     """TensorRT-LLM's own bounds on a dynamic tree, S <= N - 1 <= K * S, and one mask word per node."""
     k, s, limit = spec.tree_topk, spec.num_steps, TRTLLM_MAX_NODES
     if spec.lane_window > limit:

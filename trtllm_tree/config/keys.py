@@ -16,35 +16,55 @@ from trtllm_tree.errors import Problem
 ANY = object()
 
 DECODING_TYPES = (
-    "AUTO", "DFlash", "Draft_Target", "Eagle", "Eagle3", "Lookahead", "MTP", "Medusa", "NGram", "PARD", "SA",
+    "AUTO", "DFlash", "DSpark", "Draft_Target", "Eagle", "Eagle3", "Lookahead", "MTP", "Medusa", "NGram", "PARD", "SA",
     "SaveState", "User_Provided",
 )  # fmt: skip
+# Those that SpeculativeConfig can say.
+DRAFTERS = ("Eagle3", "MTP")
 
-# Keys of Eagle3DecodingConfig that SpeculativeConfig has a field for.
+# Keys that SpeculativeConfig has a field for.
 SPECULATIVE_FIELDS = (
     "decoding_type", "max_draft_len", "max_total_draft_tokens", "speculative_model", "speculative_model_dir",
     "use_dynamic_tree", "dynamic_tree_max_topK", "use_rejection_sampling",
 )  # fmt: skip
 
-# The other keys of Eagle3DecodingConfig. `max_batch_size` is public in older versions only.
-SPECULATIVE_OPTIONS: dict[str, object] = {
+# The other keys of both; newer versions count acceptance as a rate, older ones as a length.
+_SHARED_OPTIONS: dict[str, object] = {
     "acceptance_length_threshold": None,
+    "acceptance_rate_threshold": None,
+    "acceptance_rate_window_size": None,
     "acceptance_window": None,
+    "advanced_sampling_mode": "full",
     "allow_advanced_sampling": False,
     "draft_len_schedule": None,
+    "enable_penalty": False,
+    "load_format": None,
+    "max_concurrency": None,
+    "sa_config": None,
+}
+# Those of Eagle3DecodingConfig alone. `max_batch_size` is public in older versions only.
+_EAGLE3_OPTIONS: dict[str, object] = {
     "eagle3_layers_to_capture": None,
     "eagle3_model_arch": "llama3",
     "eagle3_one_model": True,
     "eagle_choices": None,
     "greedy_sampling": True,
-    "load_format": None,
     "max_batch_size": None,
-    "max_concurrency": None,
     "max_non_leaves_per_layer": None,
     "num_eagle_layers": None,
     "posterior_threshold": None,
-    "sa_config": None,
 }
+# Those of MTPDecodingConfig alone.
+_MTP_OPTIONS: dict[str, object] = {
+    "begin_thinking_phase_token": 128798,
+    "end_thinking_phase_token": 128799,
+    "mtp_eagle_one_model": True,
+    "relaxed_delta": 0.0,
+    "relaxed_topk": 1,
+    "use_mtp_vanilla": False,
+    "use_relaxed_acceptance_for_thinking": False,
+}
+SPECULATIVE_OPTIONS = _SHARED_OPTIONS | _EAGLE3_OPTIONS | _MTP_OPTIONS
 
 # Top-level keys and kv_cache_config keys that EngineConfig has a field for: key -> field.
 ENGINE_FIELDS = {
@@ -199,24 +219,32 @@ _HINTS = {
     "tree_topk": "Write dynamic_tree_max_topK.",
     "num_steps": "Write max_draft_len.",
     "num_nodes": "Write max_total_draft_tokens, which is num_nodes - 1: it does not count the root.",
+    "num_nextn_predict_layers": "Write max_draft_len.",
     "device": "Leave it out: the device is chosen on the command line or in Python.",
 }
 
 
-def known_keys(section: str) -> list[str]:
-    """The legal keys of a section, sorted; "" is the top level of the file."""
+def known_keys(section: str, decoding_type: object = None) -> list[str]:
+    """The legal keys of a section, sorted; "" is the top level of the file.
+
+    A `speculative_config` has other keys for each of `DRAFTERS`; without one, the keys of all.
+    """
+    other = {"Eagle3": _MTP_OPTIONS, "MTP": _EAGLE3_OPTIONS}.get(str(decoding_type), {})
+    spec = [key for key in (*SPECULATIVE_FIELDS, *SPECULATIVE_OPTIONS) if key not in other]
     fields = [key.rpartition(".") for key in ENGINE_FIELDS]
     named = [leaf for home, _, leaf in fields if home == section]
     tables: dict[str, Iterable[str]] = {
         "": (*SECTIONS, *LLM_OPTIONS),
         "kv_cache_config": KV_CACHE_OPTIONS,
-        "speculative_config": (*SPECULATIVE_FIELDS, *SPECULATIVE_OPTIONS),
+        "speculative_config": spec,
         "cuda_graph_config": CUDA_GRAPH_KEYS,
     }
     return sorted({*named, *tables[section]})
 
 
-def unknown_key_problems(section: str, mapping: Mapping[Any, object]) -> list[Problem]:
+def unknown_key_problems(
+    section: str, mapping: Mapping[Any, object], decoding_type: object = None
+) -> list[Problem]:
     """One problem for each key that TensorRT-LLM does not know in this section.
 
     The remedy is our own hint, the section where the key is known, or the nearest key that is known here.
@@ -224,21 +252,31 @@ def unknown_key_problems(section: str, mapping: Mapping[Any, object]) -> list[Pr
     Args:
         section: "", kv_cache_config, speculative_config or cuda_graph_config.
         mapping: keys and values as read.
+        decoding_type: of a speculative_config.
     """
-    known = known_keys(section)
+    known = known_keys(section, decoding_type)
     prefix, where = (f"{section}.", section) if section else ("", "LLM arguments")
+    if decoding_type in DRAFTERS:
+        where = f"{decoding_type}DecodingConfig"
     return [
-        Problem(f"{prefix}{key}", value, f"is not a key of TensorRT-LLM's {where}", _remedy(str(key), known))
+        Problem(
+            f"{prefix}{key}",
+            value,
+            f"is not a key of TensorRT-LLM's {where}",
+            _remedy(str(key), section, known),
+        )
         for key, value in mapping.items()
         if key not in known
     ]
 
 
-def _remedy(key: str, known: list[str]) -> str:
+def _remedy(key: str, section: str, known: list[str]) -> str:
     if key in _HINTS:
         return _HINTS[key]
     for home in ("speculative_config", "kv_cache_config", ""):
         if key in known_keys(home):
+            if home == section:
+                return "Remove it: another decoding_type has it."
             return f"Move it under {home}." if home else "Move it to the top level."
     lowered = {name.lower(): name for name in known}
     near = get_close_matches(key.lower(), lowered, n=1)

@@ -6,7 +6,7 @@ host receives it, and host_rules.py refuses it where it cannot be honoured. An u
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import yaml
 
 from trtllm_tree.config.engine import EngineConfig
 from trtllm_tree.config.keys import (
+    ENGINE_FIELDS,
     KV_CACHE_OPTIONS,
     LLM_OPTIONS,
     SECTIONS,
     SPECULATIVE_OPTIONS,
+    known_keys,
     unknown_key_problems,
 )
 from trtllm_tree.config.speculative import SpeculativeConfig
@@ -34,12 +36,14 @@ class RunConfig:
         speculative: None decodes plainly.
         env_overrides: environment variables for the processes of the host.
         extra: keys of TensorRT-LLM alone, as written; those of kv_cache_config under that name.
+        written: fields of `engine` that were written, and are not our defaults.
     """
 
     engine: EngineConfig
     speculative: SpeculativeConfig | None = None
     env_overrides: dict[str, str] = field(default_factory=dict)
     extra: dict[str, object] = field(default_factory=dict)
+    written: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def load_config(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> RunConfig:
@@ -92,7 +96,14 @@ def read_config(
     if kept:
         extra["kv_cache_config"] = kept
     environment = _environment(sections["env_overrides"], problems)
-    return RunConfig(engine=engine, speculative=speculative, env_overrides=environment, extra=extra), problems
+    config = RunConfig(
+        engine=engine,
+        speculative=speculative,
+        env_overrides=environment,
+        extra=extra,
+        written=frozenset(_written(content, sections)),
+    )
+    return config, problems
 
 
 class _Loader(yaml.SafeLoader):
@@ -153,12 +164,21 @@ def _section(content: Mapping[Any, Any], name: str, problems: list[Problem]) -> 
     return {}
 
 
+def _written(content: Mapping[Any, Any], sections: Mapping[str, Mapping[Any, Any]]) -> Iterator[str]:
+    """The fields of the engine that have a value in the file."""
+    for key, name in ENGINE_FIELDS.items():
+        section, _, leaf = key.rpartition(".")
+        if (sections[section] if section else content).get(leaf) is not None:
+            yield name
+
+
 def _salvaged(section: Mapping[Any, Any]) -> SpeculativeConfig | None:
     """The head and the kept keys of a section with problems; as a chain, which no rule about sizes judges."""
     head = section.get("speculative_model") or section.get("speculative_model_dir")
     if section.get("decoding_type", "Eagle3") != "Eagle3" or not isinstance(head, str):
         return None
-    kept = {key: value for key, value in section.items() if key in SPECULATIVE_OPTIONS}
+    kept = {key: value for key, value in section.items() if key in known_keys("speculative_config", "Eagle3")}
+    kept = {key: value for key, value in kept.items() if key in SPECULATIVE_OPTIONS}
     return SpeculativeConfig(tree_topk=1, speculative_model=head, host_options=kept)
 
 

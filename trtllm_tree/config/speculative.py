@@ -1,7 +1,7 @@
-"""How a model speculates: the sizes of the draft tree, the draft head, and their TensorRT-LLM spelling.
+"""How a model speculates: the sizes of the draft tree, the drafter, and their TensorRT-LLM spelling.
 
-Owns the validation of (K, S, N) through tree_rules.py and the translation from and to TensorRT-LLM's
-`Eagle3DecodingConfig` keys. Knows no model and no host: what a host cannot honour is in host_rules.py.
+Owns the validation of (K, S, N) through tree_rules.py and the translation from and to the keys of TensorRT-LLM's
+`Eagle3DecodingConfig` and `MTPDecodingConfig`. Knows no model and no host: host_rules.py says what hosts refuse.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import cast
 
 from trtllm_tree.config.keys import (
     DECODING_TYPES,
+    DRAFTERS,
     SPECULATIVE_FIELDS,
     SPECULATIVE_OPTIONS,
     unknown_key_problems,
@@ -41,11 +42,12 @@ class SpeculativeConfig:
         num_steps: S, draft forwards per round, 1 to 10.
         num_nodes: N, nodes of the verify window with the root included, 2 to 256. None, the default, chooses
             a legal count; after construction it is an int.
-        speculative_model: directory of the draft head, or "demo".
-        decoding_type: TensorRT-LLM's name of the drafter; "Eagle3" is the one there is.
+        speculative_model: directory of the draft head, or "demo"; MTP layers are in the target's checkpoint.
+        decoding_type: TensorRT-LLM's name of the drafter: "Eagle3" (a head) or "MTP" (the target's own layer, run
+            S times).
         use_rejection_sampling: above temperature 0, accept drafts by rejection, which keeps the target's law but not
             the tokens that plain decoding with the same seed gives. False, the default, keeps these too.
-        host_options: further keys of TensorRT-LLM's Eagle3DecodingConfig, kept for that host.
+        host_options: further keys of TensorRT-LLM's Eagle3DecodingConfig or MTPDecodingConfig, kept for that host.
 
     Raises:
         ConfigError: with every rule that is broken.
@@ -66,7 +68,7 @@ class SpeculativeConfig:
         problems += _decoding_type_problems("decoding_type", self.decoding_type)
         problems += _head_problems("speculative_model", self.speculative_model)
         problems += _flag_problems("use_rejection_sampling", self.use_rejection_sampling)
-        problems += unknown_key_problems("speculative_config", self.host_options)
+        problems += unknown_key_problems("speculative_config", self.host_options, self.decoding_type)
         problems += _field_problems(self.host_options)
         if problems:
             raise ConfigError(problems)
@@ -101,7 +103,7 @@ class SpeculativeConfig:
         return -(-self.num_nodes // 64)
 
     def to_trtllm(self) -> dict[str, object]:
-        """The keys of TensorRT-LLM's Eagle3DecodingConfig that ask for the same.
+        """The keys of TensorRT-LLM's decoding config that ask for the same.
 
         TensorRT-LLM allows smaller trees than we do. An N that nobody asked for is lowered to its limits; an
         N that was asked for is written as it is (`host_problems` tells whether that host takes it).
@@ -123,7 +125,7 @@ class SpeculativeConfig:
     def from_trtllm(cls, mapping: Mapping[str, object]) -> SpeculativeConfig:
         """Read a `speculative_config` section as TensorRT-LLM does, with its defaults and requirements.
 
-        A `dynamic_tree_max_topK` alone asks for a tree there; `max_total_draft_tokens` defaults to K * S.
+        `max_total_draft_tokens` defaults to K * S there.
 
         Raises:
             ConfigError: with every wrong key and value, spelled as in the file.
@@ -133,7 +135,7 @@ class SpeculativeConfig:
         # The legal keys depend on the decoding type, so another type's keys are not judged.
         if problems and kind in DECODING_TYPES:
             raise ConfigError(problems)
-        problems += unknown_key_problems("speculative_config", mapping)
+        problems += unknown_key_problems("speculative_config", mapping, kind)
         head = _read_head(mapping, problems)
         topk = _read_topk(mapping, problems)
         rejection = mapping.get("use_rejection_sampling", False)
@@ -157,16 +159,18 @@ class SpeculativeConfig:
             num_steps=steps,
             num_nodes=nodes,
             speculative_model=head,
+            decoding_type=cast("str", kind),
             use_rejection_sampling=cast("bool", rejection),
             host_options=options,
         )
 
 
 def _decoding_type_problems(option: str, value: object) -> list[Problem]:
-    if value == "Eagle3":
+    if value in DRAFTERS:
         return []
     known = f" ({value} is one of TensorRT-LLM's, not drafted here)" if value in DECODING_TYPES else ""
-    return [Problem(option, value, f"the known value is Eagle3{known}", "Set decoding_type to Eagle3.")]
+    rule = f"the known values are {' and '.join(DRAFTERS)}{known}"
+    return [Problem(option, value, rule, "Set decoding_type to Eagle3.")]
 
 
 def _field_problems(host_options: Mapping[str, object]) -> list[Problem]:
@@ -203,7 +207,7 @@ def _read_head(mapping: Mapping[str, object], problems: list[Problem]) -> str | 
 
 
 def _read_topk(mapping: Mapping[str, object], problems: list[Problem]) -> object:
-    """K by TensorRT-LLM's reading: a top-K asks for a tree, whether or not use_dynamic_tree is written."""
+    """K, where both keys say the same: a top-K alone is a tree to older versions and a chain to newer ones."""
     tree, topk = mapping.get("use_dynamic_tree"), mapping.get("dynamic_tree_max_topK")
     option = "speculative_config.use_dynamic_tree"
     if tree is not None and not isinstance(tree, bool):
@@ -212,7 +216,11 @@ def _read_topk(mapping: Mapping[str, object], problems: list[Problem]) -> object
         rule, remedy = "needs dynamic_tree_max_topK", f"Set dynamic_tree_max_topK to {DEFAULT_TOPK}."
         problems.append(Problem(option, tree, rule, remedy))
     elif tree is False and topk not in (None, 1):
-        rule = f"contradicts dynamic_tree_max_topK = {topk!r}, which alone makes TensorRT-LLM draft a tree"
+        rule = f"contradicts dynamic_tree_max_topK = {topk!r}, with which older TensorRT-LLM drafts a tree"
+        remedy = "Set use_dynamic_tree to true, or remove dynamic_tree_max_topK for a chain."
+        problems.append(Problem(option, tree, rule, remedy))
+    elif tree is None and is_int(topk) and topk > 1:
+        rule = f"is needed beside dynamic_tree_max_topK = {topk}, which newer TensorRT-LLM ignores without it"
         remedy = "Set use_dynamic_tree to true, or remove dynamic_tree_max_topK for a chain."
         problems.append(Problem(option, tree, rule, remedy))
     if topk is None:

@@ -22,6 +22,7 @@ _OPTION = "speculative_model"
 _IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 _RETRAIN = "Use a head that was trained for this target."
 SEES_EVERY_KEY_RULE = "an EAGLE3 head's layer sees every key"
+GROUPED_HEADS_RULE = "an EAGLE3 head has grouped heads"
 _INTEGER_DTYPES = ("I64", "I32", "I16", "U64", "U32", "U16")
 # Keys whose other value means a different forward pass; silently ignoring one would ruin acceptance.
 _FIXED_KEYS = {

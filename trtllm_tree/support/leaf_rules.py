@@ -262,8 +262,10 @@ LEAF_RULES = {
 # What each host tries, in this order.
 HOST_LEAVES = {
     "embedded": ("triton", "reference"),
-    "tensorrt_llm": ("trtllm_gen", "trtllm_gen_mla", "cute_mla", "triton", "flashinfer_fa2"),
+    "tensorrt_llm": ("trtllm_gen", "trtllm_gen_mla", "triton"),
 }
+# The GPUs that a host runs trees on, where not all that its leaves run on.
+HOST_GPUS: dict[str, tuple[Capability, ...]] = {"tensorrt_llm": ((9, 0), *_BLACKWELL)}
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,16 @@ def plan_leaf(names: Sequence[str], shape: CallShape, capability: Capability | N
             return PlannedLeaf(name)
         reasons.append(f"{name}: {', '.join(found)}")
     return PlannedLeaf(" or ".join(names), tuple(reasons))
+
+
+def plan_host_leaf(host: str, shape: CallShape, capability: Capability | None) -> PlannedLeaf:
+    """The leaf that `host` takes for `shape` on a GPU of this capability; None is a CPU."""
+    names, gpus = HOST_LEAVES[host], HOST_GPUS.get(host)
+    if gpus is None or capability is None or capability in gpus:
+        return plan_leaf(names, shape, capability)
+    known = " or ".join(f"{major}.{minor}" for major, minor in gpus)
+    rule = f"trees run on compute capability {known} there, and this GPU has {capability[0]}.{capability[1]}"
+    return PlannedLeaf(" or ".join(names), (rule,))
 
 
 def leaf_reasons(name: str, shape: CallShape, capability: Capability | None) -> list[str]:

@@ -40,6 +40,7 @@ class ModelFacts:
         unknown_options: options of `NEUTRAL_OPTIONS` with another value, as pairs.
         quantization: method of its quantised weights.
         history_keys: keys that speak of request token history or n-gram inputs.
+        has_sectioned_rope: a token has several positions, each for a section of its channels (M-RoPE).
     """
 
     model_type: str
@@ -54,6 +55,7 @@ class ModelFacts:
     unknown_options: tuple[tuple[str, object], ...]
     quantization: str | None
     history_keys: tuple[str, ...]
+    has_sectioned_rope: bool = False
 
     @property
     def has_recurrent_layers(self) -> bool:
@@ -111,6 +113,10 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
             sorted(
                 key for key, value in text.items() if value and any(word in key for word in _HISTORY_WORDS)
             )
+        ),
+        has_sectioned_rope=any(
+            isinstance(text.get(key), Mapping) and bool(text[key].get("mrope_section"))
+            for key in ("rope_scaling", "rope_parameters")
         ),
     )
 

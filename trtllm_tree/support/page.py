@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from trtllm_tree.support.leaf_rules import FP8, HOST_LEAVES, LEAF_RULES, CallShape, LeafRules, plan_leaf
+from trtllm_tree.support.leaf_rules import FP8, HOST_LEAVES, LEAF_RULES, CallShape, LeafRules, plan_host_leaf
 from trtllm_tree.support.plan import MACHINES
 from trtllm_tree.support.report import Refused, Supported
 from trtllm_tree.support.scope import SCOPE, ScopeLine
@@ -20,8 +20,9 @@ What this page answers: what draft trees go with, on which host, and who says so
 the code refuses by (`make docs` writes it, a test compares). `trtllm-tree check CONFIG --model DIR` puts the same data
 to one config, and reports everything that blocks it at once, without loading weights.
 
-The TensorRT-LLM host is not built yet: its column is what `check --host tensorrt_llm` lets pass, for the plugin to
-come. How far each feature has been seen to work is in [verification.md](verification.md).
+The TensorRT-LLM host has never met the real package: it is built over what was read in its source, and tested on a
+contract double ([tensorrt_llm.md](tensorrt_llm.md)). How far each feature has been seen to work is in
+[verification.md](verification.md).
 
 ## Scope
 
@@ -125,11 +126,11 @@ def _serving_table() -> str:
     rows = []
     for kind, shape in _KINDS.items():
         cells = []
-        for host, names in HOST_LEAVES.items():
+        for host in HOST_LEAVES:
             # The scope refuses these on TensorRT-LLM whatever a leaf can do.
             is_refused = host != "embedded" and (shape.sliding_window or shape.sinks)
             for machine in _machines(host):
-                leaf = plan_leaf(names, shape, MACHINES[machine])
+                leaf = plan_host_leaf(host, shape, MACHINES[machine])
                 cells.append("-" if is_refused or leaf.reasons else f"`{leaf.name}`")
         rows.append((kind, *cells))
     return _table(header, rows)

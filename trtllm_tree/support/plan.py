@@ -15,13 +15,12 @@ from trtllm_tree.config.load import RunConfig
 from trtllm_tree.errors import Problem
 from trtllm_tree.support.leaf_rules import (
     FP8,
-    HOST_LEAVES,
     LEAF_RULES,
     CallShape,
     Capability,
     PlannedLeaf,
     leaf_reasons,
-    plan_leaf,
+    plan_host_leaf,
 )
 from trtllm_tree.support.model_facts import ModelFacts
 from trtllm_tree.support.report import Refused
@@ -115,8 +114,7 @@ def planned_leaves(run: PlannedRun, capability: Capability | None) -> tuple[Plan
     target, draft = (run.shape(facts, capability) for facts in (run.target, run.draft))
     if target is None or draft is None or (run.host == "tensorrt_llm" and capability is None):
         return None
-    names = HOST_LEAVES[run.host]
-    return plan_leaf(names, target, capability), plan_leaf(names, draft, capability)
+    return plan_host_leaf(run.host, target, capability), plan_host_leaf(run.host, draft, capability)
 
 
 def part_answers(run: PlannedRun) -> list[PartAnswer]:
@@ -156,9 +154,7 @@ def leaf_table(run: PlannedRun) -> dict[str, dict[str, list[str]]]:
 
 def serving_leaves(run: PlannedRun) -> dict[str, str | None]:
     """The leaf that the host would take for the target, by machine; None where none can serve it."""
-    planned = {
-        name: plan_leaf(HOST_LEAVES[run.host], shape, MACHINES[name]) for name, shape in _shapes(run).items()
-    }
+    planned = {name: plan_host_leaf(run.host, shape, MACHINES[name]) for name, shape in _shapes(run).items()}
     return {name: None if leaf.reasons else leaf.name for name, leaf in planned.items()}
 
 

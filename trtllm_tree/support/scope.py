@@ -7,7 +7,14 @@ with the code that checks them (`config`) and are quoted here, never repeated. M
 from __future__ import annotations
 
 from trtllm_tree.config.engine import KV_CACHE_DTYPE_RULE
-from trtllm_tree.config.host_rules import EMBEDDED_RULE, STATIC_TREE_RULE, TREE_REFUSALS, Host
+from trtllm_tree.config.host_rules import (
+    EMBEDDED_RULE,
+    MTP_RULE,
+    STATIC_TREE_RULE,
+    TREE_REFUSALS,
+    VERIFY_VARIABLE,
+    Host,
+)
 from trtllm_tree.config.model_rules import (
     LATENT_MODELS,
     LATENT_RULE,
@@ -23,7 +30,7 @@ from trtllm_tree.config.model_rules import (
 from trtllm_tree.config.speculative import TRTLLM_MAX_NODES
 from trtllm_tree.config.tree_rules import MAX_NODES
 from trtllm_tree.errors import Problem
-from trtllm_tree.support.head import SEES_EVERY_KEY_RULE
+from trtllm_tree.support.head import GROUPED_HEADS_RULE, SEES_EVERY_KEY_RULE
 from trtllm_tree.support.kv_scales import UNSCALED_RULE
 from trtllm_tree.support.model_facts import ModelFacts
 from trtllm_tree.support.report import Refused, Supported
@@ -70,6 +77,10 @@ def _sinks(facts: ModelFacts) -> Asked:
     return [("model_type", facts.model_type)] if facts.sinks else []
 
 
+def _sectioned_rope(facts: ModelFacts) -> Asked:
+    return [("mrope_section", "set")] if facts.has_sectioned_rope else []
+
+
 def _recurrent(facts: ModelFacts) -> Asked:
     return [("layer_types", [RECURRENT])] if RECURRENT in facts.layer_kinds else []
 
@@ -107,8 +118,8 @@ SCOPE: tuple[ScopeLine, ...] = (
     both(
         "mtp",
         "MTP drafters, EAGLE-style (the layer run S times) and multi-depth",
-        "MTP layers are not drafted with yet; multi-depth MTP follows a chain",
-        _DRAFTER,
+        MTP_RULE,
+        OPTION,
         options=_DECODING_TYPE,
         values=("MTP",),
     ),
@@ -122,17 +133,19 @@ SCOPE: tuple[ScopeLine, ...] = (
         id="sampled",
         what="Sampling above temperature 0 with top-k, top-p and min-p (Gumbel noise keyed by seed and position)",
         embedded=_YES,
-        tensorrt_llm=Refused("only greedy decoding is served on this host so far"),
+        tensorrt_llm=_YES,
         checked=_REQUEST,
         options=("temperature",),
+        note=f"TensorRT-LLM: {VERIFY_VARIABLE} unset or gumbel",
     ),
     ScopeLine(
         id="rejection",
         what="Recursive rejection sampling (exact in law, other tokens than plain decoding's)",
         embedded=_YES,
-        tensorrt_llm=Refused(TREE_REFUSALS["speculative_config.use_rejection_sampling"]),
+        tensorrt_llm=_YES,
         checked=OPTION,
-        options=("speculative_config.use_rejection_sampling",),
+        options=(f"env_overrides.{VERIFY_VARIABLE}",),
+        note=f"use_rejection_sampling; TensorRT-LLM also by {VERIFY_VARIABLE}",
     ),
     ScopeLine(
         id="gqa",
@@ -152,7 +165,7 @@ SCOPE: tuple[ScopeLine, ...] = (
         found=_latent,
         note=f"embedded: {', '.join(LATENT_MODELS)}",
     ),
-    both("mla_draft", "MLA drafts", "an EAGLE3 head has grouped heads", _HEAD),
+    both("mla_draft", "MLA drafts", GROUPED_HEADS_RULE, _HEAD, options=("speculative_model: kv_lora_rank",)),
     keyed("kv_parallelism", "KV (context) parallelism", "context_parallel_size", "cp_config"),
     ScopeLine(
         id="kv_model_dtype",
@@ -262,8 +275,9 @@ SCOPE: tuple[ScopeLine, ...] = (
         id="logit_edits",
         what="Repetition, presence, frequency penalties, logit bias, min_tokens, bad words, by each node's ancestors",
         embedded=_YES,
-        tensorrt_llm=Refused("only greedy decoding of unedited logits is served on this host so far"),
+        tensorrt_llm=Refused(TREE_REFUSALS["speculative_config.enable_penalty"]),
         checked=_REQUEST,
+        options=("speculative_config.enable_penalty",),
         beyond_seed=True,
         note="embedded: up to 2048 edited ids and 512 bad words of 2 to 32 tokens a request",
     ),
@@ -271,7 +285,7 @@ SCOPE: tuple[ScopeLine, ...] = (
         id="logprobs",
         what="Log-probabilities of output and prompt tokens",
         embedded=_YES,
-        tensorrt_llm=Refused("no log-probabilities are returned on this host so far"),
+        tensorrt_llm=Refused("no log-probabilities are returned with draft trees on this host"),
         checked=_REQUEST,
         beyond_seed=True,
         note="embedded: by the raw logits, with up to 20 likeliest tokens",
@@ -285,13 +299,8 @@ SCOPE: tuple[ScopeLine, ...] = (
         beyond_seed=True,
     ),
     ScopeLine(
-        id="tensor_parallelism",
-        what="Tensor parallelism",
-        embedded=Refused(EMBEDDED_RULE),
-        tensorrt_llm=_YES,
-        checked=OPTION,
-        options=("tensor_parallel_size",),
-        beyond_seed=True,
+        id="tensor_parallelism", what="Tensor parallelism", checked=OPTION, options=("tensor_parallel_size",),
+        embedded=Refused(EMBEDDED_RULE), tensorrt_llm=_YES, beyond_seed=True,
     ),
     ScopeLine(
         id="mla_other_models",
@@ -338,6 +347,12 @@ SCOPE: tuple[ScopeLine, ...] = (
         found=_other_layers,
         beyond_seed=True,
     ),
+    ScopeLine(
+        id="mrope", what="Several positions a token (M-RoPE)", checked=_MODEL, found=_sectioned_rope, beyond_seed=True,
+        embedded=_YES,
+        tensorrt_llm=Refused("a tree's rows have one position each on this host"),
+        note="embedded: text only, where all of them are equal; no test runs one",
+    ),
     both(
         "softcap",
         "Soft-capped attention scores",
@@ -357,13 +372,14 @@ SCOPE: tuple[ScopeLine, ...] = (
         beyond_seed=True,
     ),
     keyed("sparse_attention", "Sparse attention", "sparse_attention_config", beyond_seed=True),
+    keyed("kv_compression", "KV cache compression", "kv_cache_compression_config", beyond_seed=True),
     keyed("lora", "LoRA", "enable_lora", "lora_config", beyond_seed=True),
     keyed("beam_search", "Beam search", "max_beam_width", beyond_seed=True),
     keyed("kv_connector", "KV connectors", "kv_connector_config", beyond_seed=True),
     keyed("acceptance_window", "Speculation that switches itself off", "speculative_config.acceptance_window",
-           beyond_seed=True),
+          "speculative_config.acceptance_rate_window_size", beyond_seed=True),
     keyed("draft_len_schedule", "Draft lengths that follow the batch size", "speculative_config.draft_len_schedule",
-           beyond_seed=True),
+          "speculative_config.max_concurrency", beyond_seed=True),
     keyed("two_model_flow", "The two-model flow", "speculative_config.eagle3_one_model", beyond_seed=True),
     keyed("suffix_automaton", "A suffix automaton beside the drafter", "speculative_config.sa_config",
            beyond_seed=True),
