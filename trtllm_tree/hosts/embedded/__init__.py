@@ -1,6 +1,6 @@
 """Host B: the core over the embedded chain engine.
 
-Its packages are the extra `embedded`: TensorRT-LLM pins another transformers, so that installing beside it must not ask.
+Its packages are the extra `embedded`: TensorRT-LLM pins another transformers, and installing beside it must not ask.
 """
 
 from __future__ import annotations
