@@ -53,18 +53,25 @@ class _TreeSizes:
         return plain_config(self)
 
 
-class TreeEagle3Config(_TreeSizes, _LLM_ARGS.Eagle3DecodingConfig):
+def _base(name: str) -> Any:
+    """A decoding config of TensorRT-LLM. Without it nothing is made of its subclass: the probe says what is missing."""
+    return getattr(_LLM_ARGS, name, object)
+
+
+class TreeEagle3Config(_TreeSizes, _base("Eagle3DecodingConfig")):
     """An Eagle3DecodingConfig with a draft tree; its tag stays Eagle3."""
 
 
-class TreeMTPConfig(_TreeSizes, _LLM_ARGS.MTPDecodingConfig):
+class TreeMTPConfig(_TreeSizes, _base("MTPDecodingConfig")):
     """An MTPDecodingConfig with a draft tree; its tag stays MTP."""
 
 
 _CLASSES = {
-    "Eagle3": (TreeEagle3Config, _LLM_ARGS.Eagle3DecodingConfig),
-    "MTP": (TreeMTPConfig, _LLM_ARGS.MTPDecodingConfig),
+    "Eagle3": (TreeEagle3Config, _base("Eagle3DecodingConfig")),
+    "MTP": (TreeMTPConfig, _base("MTPDecodingConfig")),
 }
+# Of the probe: what goes without these classes.
+_FEATURES = {"Eagle3": "chain", "MTP": "mtp"}
 
 
 def host_config(config: SpeculativeConfig) -> Any:
@@ -75,7 +82,7 @@ def host_config(config: SpeculativeConfig) -> Any:
 
     Raises:
         ConfigError: a head that is missing, a tree that TensorRT-LLM cannot be told about, values that it refuses.
-        UnsupportedError: a tree, with all that the installed version lacks for it.
+        UnsupportedError: with all that the installed version lacks for a tree, or for the decoding_type.
     """
     tree_class, plain_class = _CLASSES[config.decoding_type]
     if config.decoding_type == "Eagle3" and config.speculative_model is None:
@@ -85,6 +92,8 @@ def host_config(config: SpeculativeConfig) -> Any:
         raise ConfigError(problems)
     if config.is_tree:
         probe().require("trees")
+    if plain_class is object:
+        probe().require(_FEATURES[config.decoding_type])
     fields = {*getattr(plain_class, "model_fields", ())}
     if fields and config.is_tree and not {*_TREE_KEYS} <= fields:
         raise ConfigError(

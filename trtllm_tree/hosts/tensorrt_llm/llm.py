@@ -38,6 +38,7 @@ MISSING = (
     "or use host='embedded'."
 )
 _LAYERS_OPTION = "eagle3_layers_to_capture"
+EMPTY_PROMPT = Problem("prompt", "", "must have at least one token", "Send a non-empty prompt.")
 REQUEST_RULE = "is not served with host='tensorrt_llm'"
 # Options of a request that the worker does not know, and the values that ask for nothing.
 _UNSERVED = {
@@ -206,7 +207,10 @@ class TensorRtLlm:
 
     def _begin(self, ids: list[int], params: SamplingParams) -> Any:
         """TensorRT-LLM's handle of a request, or why there is none."""
-        if problems := request_problems(params):
+        problems = request_problems(params)
+        if not ids:
+            problems.append(EMPTY_PROMPT)
+        if problems:
             return RequestError(problems)
         try:
             translated = self._package.SamplingParams(**sampling_arguments(params))
