@@ -215,28 +215,31 @@ def top_k_draw(
     top_k,
     top_p,
     min_p,
+    may_gather,
     counter_ptr,
     few_ptr,
     UNUSED_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The token of a row with top-k; `counter_ptr` (0, and 0 afterwards) and `few_ptr` [FEW] are its workspace."""
-    token = _gathered_draw(
-        logits_ptr,
-        vocab_size,
-        peak,
-        seed,
-        position,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        counter_ptr,
-        few_ptr,
-        BLOCK,
-        FEW,
-    )
+    """The token of a row with top-k. If it `may_gather`, by `counter_ptr` (0, and 0 again) into `few_ptr` [FEW]."""
+    token = tl.full([], -1, tl.int32)
+    if may_gather:
+        token = _gathered_draw(
+            logits_ptr,
+            vocab_size,
+            peak,
+            seed,
+            position,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            counter_ptr,
+            few_ptr,
+            BLOCK,
+            FEW,
+        )
     if token < 0:
         token = _searched_draw(
             logits_ptr,

@@ -11,7 +11,7 @@ import torch
 
 from trtllm_tree.kernels._row_law import UNUSED_LOGIT_BITS, best_key, noise, rank_of, value_of
 from trtllm_tree.kernels._triton import tl, triton
-from trtllm_tree.kernels.sampled_tokens import NUM_WORDS, workspace_shape
+from trtllm_tree.kernels.sampled_tokens import gathered_shape
 from trtllm_tree.kernels.sampled_tokens.filtered import nucleus_draw, top_k_draw
 
 _TILE = 4096
@@ -30,17 +30,18 @@ def sampled_tokens_kernel(
     min_ps_ptr,
     tokens_ptr,
     workspace_ptr,
+    gathered_ptr,
     row_stride,
     vocab_size,
     num_tiles,
+    num_gathering,
     UNUSED_BITS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    best_ptr = workspace_ptr + row * (NUM_WORDS + FEW)
+    best_ptr = workspace_ptr + 3 * row
     logits_ptr += row * row_stride
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     temperature = tl.load(temperatures_ptr + row)
@@ -87,8 +88,9 @@ def sampled_tokens_kernel(
                 top_k,
                 top_p,
                 min_p,
+                row < num_gathering,
                 best_ptr + 1,
-                best_ptr + NUM_WORDS,
+                gathered_ptr + row * FEW,
                 UNUSED_BITS,
                 BLOCK,
                 FEW,
@@ -106,6 +108,7 @@ def launch(
     min_ps: torch.Tensor,
     tokens: torch.Tensor,
     workspace: torch.Tensor,
+    gathered: torch.Tensor,
 ) -> None:
     """Fill `tokens` int32 [M]; arguments as in the op."""
     num_rows, vocab_size = logits.shape
@@ -124,21 +127,23 @@ def launch(
         min_ps,
         tokens,
         workspace,
+        gathered,
         logits.stride(0),
         vocab_size,
         num_tiles,
+        gathered.shape[0],
         UNUSED_BITS=UNUSED_LOGIT_BITS[logits.dtype],
         TILE=tile,
         BLOCK=min(_BLOCK, padded),
-        FEW=workspace_shape(num_rows)[1] - NUM_WORDS,
-        NUM_WORDS=NUM_WORDS,
+        FEW=gathered.shape[1],
         num_warps=_NUM_WARPS,
     )
 
 
 def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """Representative instances for the ahead-of-time compile test: V = 128256 aligned, and a strided odd one."""
-    types = {"seeds": "*i64", "positions": "*i64", "top_ks": "*i32", "tokens": "*i32", "workspace": "*i64"}
+    types = {"seeds": "*i64", "positions": "*i64", "top_ks": "*i32", "tokens": "*i32"}
+    types |= {"workspace": "*i64", "gathered": "*i64"}
     specs = []
     for dtype, name, aligned in (
         (torch.bfloat16, "bf16", ":16"),
@@ -149,13 +154,15 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
         names = [arg.removesuffix("_ptr") for arg in sampled_tokens_kernel.arg_names if arg.endswith("_ptr")]
         signature = {f"{arg}_ptr": f"{types.get(arg, '*fp32')}:16" for arg in names}
         signature["logits_ptr"] = f"*{name}{aligned}"
-        signature |= {"row_stride": f"i32{aligned}", "vocab_size": f"i32{aligned}", "num_tiles": "i32"}
+        signature |= {"row_stride": f"i32{aligned}", "vocab_size": f"i32{aligned}"}
+        signature |= {"num_tiles": "i32", "num_gathering": "i32"}
         constexprs = {
             "UNUSED_BITS": UNUSED_LOGIT_BITS[dtype],
             "TILE": _TILE,
             "BLOCK": _BLOCK,
-            "FEW": workspace_shape(1)[1] - NUM_WORDS,
-            "NUM_WORDS": NUM_WORDS,
+            "FEW": gathered_shape(1)[1],
         }
-        specs.append((sampled_tokens_kernel, signature, constexprs, {"num_warps": _NUM_WARPS}))
+        # Two of a row's parameters, which wait for its end, beside keys of full width.
+        options = {"num_warps": _NUM_WARPS, "spill_bytes": 8 if dtype == torch.float32 else 0}
+        specs.append((sampled_tokens_kernel, signature, constexprs, options))
     return specs
