@@ -27,7 +27,7 @@ for stage in $stages; do
     kernels) run kernels tests tests/kernels --deselect tests/kernels/test_aot_compile.py -n 6 ;;
     round) run round tests tests/gpu -n 0 ;;
     engine) run engine tests tests/hosts tests/engine tests/test_llm.py tests/test_round.py tests/attention tests/tree tests/draft tests/sampling -n 6 ;;
-    demo) run demo tests tests/demo/test_lossless.py tests/demo/test_lossless_fp8.py -n 0 -s ;;
+    demo) run demo tests tests/demo/test_lossless.py tests/demo/test_lossless_fp8.py tests/demo/test_sampled_demo.py -n 0 -s ;;
     bench) run bench python3 -m trtllm_tree generate --config configs/demo.yaml --compare --max-tokens 128 --json ;;
     ops) run ops python3 -m trtllm_tree bench ops --quick --skip-tests --json-out "$logs/ops.json" ;;
     *) echo "unknown stage: $stage" >&2; exit 2 ;;
