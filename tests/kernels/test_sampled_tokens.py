@@ -13,7 +13,7 @@ from trtllm_tree.kernels._row_law import gumbel as kernel_gumbel
 from trtllm_tree.kernels._row_law_torch import gumbel
 from trtllm_tree.kernels._row_law_torch import philox as torch_philox
 from trtllm_tree.kernels._triton import tl, triton
-from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
+from trtllm_tree.kernels.sampled_tokens import gathered_shape, sampled_tokens, workspace_shape
 from trtllm_tree.kernels.sampled_tokens import triton as kernel
 from trtllm_tree.kernels.sampled_tokens.reference import reference
 
@@ -81,7 +81,9 @@ def by_reference(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
 def by_kernel(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
     tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
     workspace = torch.zeros(workspace_shape(len(logits)), dtype=torch.int64, device=logits.device)
-    kernel.launch(logits, *given.values(), tokens, workspace)
+    gathered = torch.full(gathered_shape(len(logits)), -1, dtype=torch.int64, device=logits.device)
+    # The last row has no room to gather in.
+    kernel.launch(logits, *given.values(), tokens, workspace, gathered[: max(1, len(logits) - 1)])
     assert not workspace.any()
     return tokens
 
@@ -175,6 +177,27 @@ def test_a_large_vocabulary_agrees_as_well(device: str) -> None:
     want = oracle(logits, given)
     assert by_reference(logits, given).tolist() == want
     assert by_kernel(logits, given).tolist() == want
+
+
+def test_rows_take_every_way_to_their_token(device: str) -> None:
+    torch.manual_seed(8)
+    settings = [
+        # Too many ids for the workspace, the last one gathered or not; so many ties that they overflow it.
+        (1.0, 2500, 1.0, 0.0),
+        (0.9, 2500, 0.9, 0.001),
+        (1.0, 4, 0.6, 0.0),
+        # Gathered, and cut by mass and by the peak; the best score of all is then hardly ever kept.
+        (3.0, 40, 0.7, 0.0),
+        (3.0, 40, 1.0, 0.5),
+        (3.0, 0, 0.01, 0.0),
+        (3.0, 0, 0.3, 0.6),
+        (5.0, 0, 1.0, 0.9),
+    ]
+    logits = torch.randn(len(settings), 6000, device=device)
+    logits[2] = 1.0
+    for seed in range(3):
+        given = parameters(settings, device, seed=seed)
+        assert by_kernel(logits, given).tolist() == oracle(logits, given)
 
 
 @pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (1.3, 20, 0.9, 0.001), (0.0, 0, 1.0, 0.0)])

@@ -60,6 +60,17 @@ def noise(seed, position, start, SIZE: tl.constexpr):
 
 
 @triton.jit
+def noise_at(seed, position, index):
+    """Noise float32 of int32 `index`, any ids."""
+    zero = index * 0
+    low, high = zero + position.to(tl.int32), zero + (position >> 32).to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(seed, index // 4, low, high, zero)
+    word = index % 4
+    even, odd = tl.where(word == 0, w0, w2), tl.where(word == 1, w1, w3)
+    return gumbel(tl.where(word % 2 == 0, even, odd).to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def mass_of(value, peak, temperature):
     """exp((value - peak) / temperature) in units of 2**-40: a sum of integers is the same in any order."""
     # Infinities included: one that equals the peak is at no distance from it.

@@ -16,7 +16,7 @@ import torch
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
-from trtllm_tree.kernels.sampled_tokens import sampled_tokens, workspace_shape
+from trtllm_tree.kernels.sampled_tokens import gathered_shape, sampled_tokens, workspace_shape
 from trtllm_tree.sampling.base import Accepted
 from trtllm_tree.sampling.walk import WalkSampler
 from trtllm_tree.tree.verify_batch import TreeVerifyBatch
@@ -48,6 +48,7 @@ class SlotDraws:
         self._row_options = torch.zeros(4 * max_rows, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(workspace_shape(max_rows), **longs)
+        self._gathered = torch.empty(gathered_shape(max_rows), **longs)
         self._greedy_workspace = torch.zeros(greedy_workspace_shape(max_rows), **longs)
 
     @property
@@ -86,7 +87,9 @@ class SlotDraws:
         if self.is_greedy:
             return greedy_tokens(logits, tokens=tokens, workspace=self._greedy_workspace)
         parameters = self.row_parameters(slots, positions)
-        return sampled_tokens(logits, **parameters, tokens=tokens, workspace=self._workspace)
+        return sampled_tokens(
+            logits, **parameters, tokens=tokens, workspace=self._workspace, gathered=self._gathered
+        )
 
     def row_parameters(self, slots: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the ops that draw want to know of each row; arguments as for `draw`, overwritten by the next call."""

@@ -24,7 +24,7 @@ from trtllm_tree.kernels.greedy_tokens import greedy_tokens
 from trtllm_tree.kernels.greedy_tokens import workspace_shape as greedy_workspace_shape
 from trtllm_tree.kernels.logprob_topk import logprob_topk, workspace_shape
 from trtllm_tree.kernels.rejection_tokens import rejection_tokens
-from trtllm_tree.kernels.sampled_tokens import sampled_tokens
+from trtllm_tree.kernels.sampled_tokens import gathered_shape, sampled_tokens
 from trtllm_tree.kernels.sampled_tokens import workspace_shape as sampled_workspace_shape
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
@@ -122,8 +122,11 @@ def _rejection(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
     def plain_draw(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        workspace = logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64)
-        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, workspace=workspace)
+        buffers = {
+            "workspace": logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64),
+            "gathered": logits.new_empty(gathered_shape(rows), dtype=torch.int64),
+        }
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
 
     def probabilities(logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(dim=-1, dtype=torch.float32)
@@ -146,8 +149,11 @@ def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        workspace = logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64)
-        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, workspace=workspace)
+        buffers = {
+            "workspace": logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64),
+            "gathered": logits.new_empty(gathered_shape(rows), dtype=torch.int64),
+        }
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
 
     def gumbel(logits: torch.Tensor) -> torch.Tensor:
         return (logits.float() - torch.empty_like(logits, dtype=torch.float32).exponential_().log_()).argmax(

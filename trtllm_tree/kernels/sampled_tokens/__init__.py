@@ -12,14 +12,23 @@ import torch
 
 from trtllm_tree.kernels.dispatch import use_triton
 
+# Rows with a top-k that gather their first ids, and how many; further rows search for theirs, which takes longer.
+_GATHERING_ROWS = 4096
+_GATHERED = 2048
+
 
 def workspace_shape(num_rows: int) -> tuple[int, int]:
     """Shape of the int64 workspace.
 
-    A row holds its best id so far with what makes it the best, as one number, and a counter of finished tiles. It
-    must be zero when it is first used; the op leaves it zero.
+    A row holds its best id so far with what makes it the best, as one number, a counter of finished tiles, and its
+    largest logit so far. It must be zero when it is first used; the op leaves it zero.
     """
-    return num_rows, 2
+    return num_rows, 3
+
+
+def gathered_shape(num_rows: int) -> tuple[int, int]:
+    """Shape of the int64 buffer that rows with a top-k gather their first ids in; it may hold anything."""
+    return min(num_rows, _GATHERING_ROWS), _GATHERED
 
 
 def sampled_tokens(
@@ -33,6 +42,7 @@ def sampled_tokens(
     min_ps: torch.Tensor,
     tokens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gumbel-max draw of each row, keyed by its seed and position; -1 for a row with any NaN.
 
@@ -57,8 +67,9 @@ def sampled_tokens(
         tokens: int32 [M] output, allocated when None.
         workspace: int64 of at least `workspace_shape(M)`, contiguous, zero at first use; allocated when None. Calls
             that may overlap need one each. The reference ignores it.
+        gathered: int64 of at least `gathered_shape(M)`, contiguous, allocated when None; otherwise as `workspace`.
 
-    All one-dimensional tensors are contiguous. With tokens and workspace given nothing is allocated and nothing
+    All one-dimensional tensors are contiguous. With tokens and both buffers given nothing is allocated and nothing
     syncs on a GPU (CUDA-graph safe).
 
     Returns:
@@ -82,13 +93,13 @@ def sampled_tokens(
     if use_triton(logits):
         from trtllm_tree.kernels.sampled_tokens.triton import launch
 
-        needed = workspace_shape(num_rows)
+        needed, room = workspace_shape(num_rows), gathered_shape(num_rows)
         workspace = logits.new_zeros(needed, dtype=torch.int64) if workspace is None else workspace
-        assert workspace.dtype == torch.int64 and workspace.is_contiguous(), "workspace must be int64 rows"
-        assert workspace.shape[0] >= needed[0] and workspace.shape[1:] == needed[1:], (
-            f"workspace is not {needed}"
-        )
-        launch(logits, *parameters, tokens, workspace)
+        gathered = logits.new_empty(room, dtype=torch.int64) if gathered is None else gathered
+        for name, buffer, shape in (("workspace", workspace, needed), ("gathered", gathered, room)):
+            assert buffer.dtype == torch.int64 and buffer.is_contiguous(), f"{name} must be int64 rows"
+            assert buffer.shape[0] >= shape[0] and buffer.shape[1:] == shape[1:], f"{name} is not {shape}"
+        launch(logits, *parameters, tokens, workspace, gathered)
     else:
         from trtllm_tree.kernels.sampled_tokens.reference import reference
 
