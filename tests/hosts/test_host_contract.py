@@ -95,8 +95,9 @@ def test_greedy_tokens_are_plain_decodings_whatever_drafts(
         outputs = llm.generate(PROMPTS, params)
     assert tokens_of(outputs) == [tokens[:length] for tokens, length in zip(truth, LENGTHS, strict=True)]
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(LENGTHS)
-    kept = outputs[0].acceptance.accept_lens
-    assert sum(kept) == LENGTHS[0] - 1 and (kind == "plain" or max(kept) >= 3), "nothing was accepted"
+    kept = [output.acceptance.accept_lens for output in outputs]
+    assert [sum(lens) for lens in kept] == [length - 1 for length in LENGTHS]
+    assert kind == "plain" or max(max(lens) for lens in kept) >= 3, "nothing was accepted"
 
 
 def test_seeded_tokens_are_plain_decodings_whatever_drafts(
@@ -113,6 +114,10 @@ def test_seeded_tokens_are_plain_decodings_whatever_drafts(
 def test_tokens_over_an_fp8_cache_are_plain_decodings_on_the_same_host(
     host: Host, pair: Pair, truth: list[list[int]]
 ) -> None:
+    if host.name == "embedded" and torch.cuda.is_available():
+        pytest.skip(
+            "the kernels read FP8 under 16 bits, where tokens part at near-ties: tests/demo/test_lossless_fp8.py"
+        )
     params = [greedy(16)] * 4
     plain, *drafted = (said(host, pair, sizes, params, kv_cache_dtype="fp8") for sizes in SIZES.values())
     assert drafted == [plain] * 2

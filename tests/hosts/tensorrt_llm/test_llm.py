@@ -67,7 +67,7 @@ def test_where_it_is_not_installed_the_error_says_what_to_do() -> None:
     "sizes", [None, {"tree_topk": 1, "num_steps": 3}, TREE], ids=["plain", "chain", "tree"]
 )
 def test_tokens_and_results_are_those_of_the_embedded_host(
-    double: Any, tiny_target: Path, tiny_head: Path, device: str, sizes: dict[str, int] | None
+    double: Any, tiny_target: Path, tiny_head: Path, sizes: dict[str, int] | None
 ) -> None:
     spec = None if sizes is None else spec_of(tiny_head, **sizes)
     prompts: list[Any] = ["a quick fox", [5, 9, 23, 77], [{"role": "user", "content": "say a word"}]]
@@ -77,7 +77,7 @@ def test_tokens_and_results_are_those_of_the_embedded_host(
     with LLM(str(tiny_target), speculative_config=spec, **OPTIONS) as theirs:
         found = theirs.generate(prompts, requests)
         streamed = list(theirs.stream(prompts[0], requests[0]))
-    common: dict[str, Any] = {"device": device, "max_seq_len": 128, "dtype": "float32", "cuda_graphs": False}
+    common: dict[str, Any] = {"device": "cpu", "max_seq_len": 128, "dtype": "float32", "cuda_graphs": False}
     with LLM(str(tiny_target), speculative_config=spec, **common) as ours:
         expected = ours.generate(prompts, requests)
     for mine, other in zip(found, expected, strict=True):
@@ -267,7 +267,7 @@ def test_a_file_gives_the_arguments_that_stand_in_it(tmp_path: Path) -> None:
 
 
 def test_a_file_runs_as_it_does_on_the_embedded_host(
-    double: Any, tiny_target: Path, tiny_head: Path, tmp_path: Path, device: str
+    double: Any, tiny_target: Path, tiny_head: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.yaml"
     section: dict[str, Any] = {
@@ -280,7 +280,7 @@ def test_a_file_runs_as_it_does_on_the_embedded_host(
     path.write_text(
         yaml.safe_dump({"model": str(tiny_target), "dtype": "float32", **section}), encoding="utf-8"
     )
-    run, found = config.load_config(path, overrides={"device": device}), []
+    run, found = config.load_config(path, overrides={"device": "cpu"}), []
     with LLM.from_config(run) as ours:
         found.append(ours.generate("a quick fox", params()).outputs)
     with LLM.from_config(config.load_config(path), host="tensorrt_llm") as theirs:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from trtllm_tree.config.host_rules import TREE_REFUSALS
@@ -303,3 +304,13 @@ def test_many_blockers_come_in_one_report(monkeypatch: pytest.MonkeyPatch) -> No
         "speculative_config.sa_config",
     }
     assert len(str(UnsupportedError(problems)).splitlines()) == len(problems)
+
+
+def test_the_dtype_that_counts_is_the_one_the_target_computes_in(tmp_path: Path) -> None:
+    """A checkpoint in float32 may be run in bfloat16."""
+    spec = spec_config(speculative_model=checkpoint(tmp_path / "head"))
+    fp8 = SimpleNamespace(kv_cache_quant_algo="FP8")
+    half = model_config({"torch_dtype": "float32"}, quant_config=fp8, torch_dtype=torch.bfloat16)
+    assert found(half, spec) == []
+    full = model_config(quant_config=fp8, torch_dtype=torch.float32)
+    assert "under float32" in str(found(full, spec)[0])

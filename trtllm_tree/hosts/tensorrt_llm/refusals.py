@@ -60,7 +60,7 @@ def refusals(
         env_overrides=_environment(verify),
         extra=_options(model_config, mapping),
     )
-    target, draft = _target_facts(pretrained, mapping), _head_facts(config)
+    target, draft = _target_facts(model_config, mapping), _head_facts(config)
     run = PlannedRun(config=config, host="tensorrt_llm", target=target, draft=draft, capability=capability)
     problems += host_problems(config, "tensorrt_llm") + run_problems(run) + _head_problems(draft)
     if config.engine.kv_cache_dtype == "fp8":
@@ -143,9 +143,13 @@ def _directory(pretrained: Any) -> str:
     return str(getattr(pretrained, "name_or_path", "") or "")
 
 
-def _target_facts(pretrained: Any, mapping: Any) -> ModelFacts:
-    """Of one rank's share of the heads."""
+def _target_facts(model_config: Any, mapping: Any) -> ModelFacts:
+    """Of one rank's share of the heads, in the dtype in which it computes: it may be another than its checkpoint's."""
+    pretrained = model_config.pretrained_config
     facts = model_facts(pretrained.to_dict() if hasattr(pretrained, "to_dict") else vars(pretrained))
+    dtype = getattr(model_config, "torch_dtype", None)
+    if dtype is not None:
+        facts = replace(facts, dtype=str(dtype).removeprefix("torch."))
     ranks = getattr(mapping, "tp_size", 1)
     heads, kv_heads = facts.num_heads, facts.num_kv_heads
     if heads is None or kv_heads is None or ranks == 1:
