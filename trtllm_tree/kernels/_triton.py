@@ -21,6 +21,12 @@ def dot_dtype(dtype: tl.dtype) -> tl.dtype:
 
 
 @triton.jit
+def bit_or(a, b):
+    """For `tl.reduce`: the union of bits."""
+    return a | b
+
+
+@triton.jit
 def rank_key(score, index):
     """int64 that orders by score and then by lower index; NaN is -inf, and -0.0 is 0.0."""
     score = tl.where(score == score, score, float("-inf"))
@@ -43,4 +49,4 @@ def key_score(key):
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-__all__ = ["INTERPRET", "dot_dtype", "key_index", "key_score", "rank_key", "tl", "triton"]
+__all__ = ["INTERPRET", "bit_or", "dot_dtype", "key_index", "key_score", "rank_key", "tl", "triton"]

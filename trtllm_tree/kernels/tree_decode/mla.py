@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_tree.kernels._triton import dot_dtype, tl, triton
-from trtllm_tree.kernels.tree_decode.split_kv import _bit_or
+from trtllm_tree.kernels._triton import bit_or, dot_dtype, tl, triton
 from trtllm_tree.kernels.tree_decode.tiles import ROW_EXTRA, choose_splits, processors
 from trtllm_tree.kernels.tree_decode.triton import check_workspace, merge_splits
 
@@ -126,11 +125,11 @@ def tree_decode_mla_kernel(
             word = tl.load(mask_row + start // 64, mask=row_valid & (start >= 0), other=0)
             # As halves of 32 bits: a whole tile of 64-bit shifts would cost registers.
             low = (word >> (start & 63)).to(tl.int32)
-            bits, any_bits = low[:, None], tl.reduce(low, 0, _bit_or)
+            bits, any_bits = low[:, None], tl.reduce(low, 0, bit_or)
             if BLOCK_N > 32:
                 high = (word >> 32).to(tl.int32)
                 bits = tl.where((n < 32)[None, :], bits, high[:, None])
-                any_bits = tl.where(n < 32, any_bits, tl.reduce(high, 0, _bit_or))
+                any_bits = tl.where(n < 32, any_bits, tl.reduce(high, 0, bit_or))
             inside = column < window
             visible = ((bits >> (n & 31)[None, :]) & 1) != 0
             visible = visible & inside[None, :] | in_rest[None, :]

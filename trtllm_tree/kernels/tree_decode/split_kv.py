@@ -7,12 +7,7 @@ window take a short masked loop. It must not know who merges the splits, nor how
 
 from __future__ import annotations
 
-from trtllm_tree.kernels._triton import tl, triton
-
-
-@triton.jit
-def _bit_or(a, b):
-    return a | b
+from trtllm_tree.kernels._triton import bit_or, tl, triton
 
 
 @triton.jit
@@ -181,7 +176,7 @@ def tree_decode_kernel(
             in_rest = (column >= -rest) & (column < 0)
             bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & (start >= 0), other=0)
             bits = bits >> (start & 63)
-            any_bits = tl.reduce(bits, 0, _bit_or)
+            any_bits = tl.reduce(bits, 0, bit_or)
             in_window = column < window
             seen = ((((any_bits >> n) & 1) != 0) & in_window) | in_rest
             # Halves of the word, since 64-bit shifts of a whole tile cost registers.

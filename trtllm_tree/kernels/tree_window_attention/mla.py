@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from trtllm_tree.kernels._triton import dot_dtype, tl, triton
-from trtllm_tree.kernels.tree_window_attention.triton import _bit_or, _reach
+from trtllm_tree.kernels._triton import bit_or, dot_dtype, tl, triton
+from trtllm_tree.kernels.tree_window_attention.visibility import window_reach
 
 _LOG2_E = 1.4426950408889634
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -49,7 +49,7 @@ def _load_block(
     in_window = (column >= 0) & (column < end)
     half = tl.where((bit < 32)[None, :], low[:, None], high[:, None])
     visible = (((half >> (bit & 31)[None, :]) & 1) != 0) & in_window[None, :]
-    seen = (((tl.reduce(word, 0, _bit_or) >> tl.maximum(bit, 0)) & 1) != 0) & in_window
+    seen = (((tl.reduce(word, 0, bit_or) >> tl.maximum(bit, 0)) & 1) != 0) & in_window
     if CAUSAL_PREFIX:
         visible = visible | ((column[None, :] >= tail_start[:, None]) & (column < 0)[None, :])
         seen = seen | ((column >= -tail_len) & (column < 0))
@@ -153,7 +153,7 @@ def tree_window_attention_mla_kernel(
     first_column = -tl.cdiv(tail_len, ALIGN) * ALIGN
     end = window
     if not ONE_BLOCK:
-        end = _reach(mask_ptr, row_valid, window, WORDS)
+        end = window_reach(mask_ptr, row_valid, window, WORDS)
     # The partial is the online softmax's first term: its max is lse2, its sum 1, its output the accumulator.
     row_max = lse2
     row_sum = tl.where(has_partial, 1.0, 0.0)

@@ -11,121 +11,17 @@ from dataclasses import replace
 import torch
 
 from trtllm_tree.kernels._triton import INTERPRET, dot_dtype, tl, triton
+from trtllm_tree.kernels.tree_window_attention.keys import load_block, page_at
 from trtllm_tree.kernels.tree_window_attention.tiles import Tile, choose_tile, key_blocks
+from trtllm_tree.kernels.tree_window_attention.visibility import (
+    mask_word,
+    row_bits,
+    visible_columns,
+    window_reach,
+)
 
 _LOG2_E = 1.4426950408889634
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def _bit_or(a, b):
-    return a | b
-
-
-@triton.jit
-def _page_at(page_table_ptr, max_pages, position, in_reach, PAGE_SIZE: tl.constexpr):
-    """The page int64 of each `position`, looked up before it is known who sees it."""
-    index = position // PAGE_SIZE
-    page = tl.load(page_table_ptr + index, mask=in_reach & (index < max_pages), other=0)
-    return tl.maximum(page, 0).to(tl.int64)
-
-
-@triton.jit
-def _all_requested(k, v, PER_REGISTER: tl.constexpr):
-    """K and V, `PER_REGISTER` elements a register, after every load of both has been issued.
-
-    Left alone, ptxas waits for a key before it requests the next few: three memory latencies in a row instead of one.
-    No load sinks below a barrier, and no store into shared memory rises above what the compiler cannot see through.
-    """
-    if PER_REGISTER >= 2:
-        tl.debug_barrier()
-        move: tl.constexpr = "mov.b32 $0, $1;"
-        k = tl.inline_asm_elementwise(move, "=r,r", [k], dtype=k.dtype, is_pure=False, pack=PER_REGISTER)
-        v = tl.inline_asm_elementwise(move, "=r,r", [v], dtype=v.dtype, is_pure=False, pack=PER_REGISTER)
-    return k, v
-
-
-@triton.jit
-def _load_block(
-    k_ptr,
-    v_ptr,
-    page,
-    offset,
-    seen,
-    k_stride_page,
-    k_stride_token,
-    v_stride_page,
-    v_stride_token,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PER_REGISTER: tl.constexpr,
-):
-    """K and V [BLOCK_N, BLOCK_D] at `offset` of each page, 0 where not seen. The pointers are those of one KV head.
-
-    A slot that no row of the tile sees is not read: it may hold NaN, and 0 * NaN would leak out of V. Reading it and
-    clearing V behind it, so as not to wait for the mask, was slower (H200, B 1: 4.6 us for 3.8).
-    """
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = seen[:, None] & (d < HEAD_DIM)
-    k_row = page * k_stride_page + offset * k_stride_token
-    v_row = page * v_stride_page + offset * v_stride_token
-    k = tl.load(k_ptr + k_row[:, None] + d, mask=mask, other=0.0)
-    v = tl.load(v_ptr + v_row[:, None] + d, mask=mask, other=0.0)
-    return _all_requested(k, v, PER_REGISTER)
-
-
-@triton.jit
-def _mask_word(mask_ptr, start, window, row_valid):
-    """The word that holds the window columns among the 32 from `start` on, shifted so that the first is bit 0."""
-    first = tl.maximum(start, 0)
-    # As a vector: newer interpreters take `vector & scalar` for an integer.
-    has_columns = mask_ptr.to(tl.int64) * 0 + start > -32
-    word = tl.load(mask_ptr + first // 64, mask=row_valid & has_columns & (first < window), other=0)
-    return (word >> (first & 63)).to(tl.int32)
-
-
-@triton.jit
-def _row_bits(word, start, window, tail_start, ALIGN: tl.constexpr):
-    """What each row sees of the 32 columns from `start` on, a multiple of ALIGN; negative columns are the tail."""
-    inside = tl.minimum(tl.maximum(window - tl.maximum(start, 0), 0), 32)
-    word &= tl.where(inside == 32, -1, (1 << (inside & 31)) - 1)
-    hidden = tail_start - start
-    tail = tl.where(hidden < 32, -1 << tl.minimum(tl.maximum(hidden, 0), 31), 0)
-    if ALIGN == 32:
-        return tl.where(start < 0, tail, word)
-    # 16 of the tail and 16 of the window may lie side by side.
-    num_before = tl.maximum(-start, 0)
-    in_tail = tl.where(num_before >= 32, -1, (1 << (num_before & 31)) - 1)
-    return (tail & in_tail) | tl.where(num_before >= 32, 0, word << (num_before & 31))
-
-
-@triton.jit
-def _reach(mask_ptr, row_valid, window, WORDS: tl.constexpr):
-    """One behind the highest window column that a row of the tile sees."""
-    bit = tl.arange(0, 64)
-    end = 0
-    for word in tl.static_range(WORDS):
-        seen = tl.reduce(tl.load(mask_ptr + word, mask=row_valid, other=0), 0, _bit_or)
-        columns = tl.where(((seen >> bit.to(tl.int64)) & 1) != 0, word * 64 + bit + 1, 0)
-        end = tl.maximum(end, tl.max(columns, 0))
-    return tl.minimum(end, window)
-
-
-@triton.jit
-def _visible(low, high, BLOCK_N: tl.constexpr):
-    """Per row and column of a block whether the row sees it, and per column whether any row does.
-
-    From the bits of the block's two halves: a whole tile of 64-bit shifts would cost registers.
-    """
-    n = tl.arange(0, BLOCK_N)
-    bits = low[:, None]
-    packed = low.to(tl.int64) & 0xFFFFFFFF
-    if BLOCK_N > 32:
-        bits = tl.where((n < 32)[None, :], bits, high[:, None])
-        packed |= high.to(tl.int64) << 32
-    visible = (bits & (1 << (n & 31))[None, :]) != 0
-    seen = ((tl.reduce(packed, 0, _bit_or) >> n) & 1) != 0
-    return visible, seen
 
 
 @triton.jit
@@ -216,15 +112,15 @@ def tree_window_attention_kernel(
         tail_len = num_rows - 1 - first_m // GROUP
     first_column = -tl.cdiv(tail_len, ALIGN) * ALIGN
     column = first_column + tl.arange(0, BLOCK_N)
-    low_word = _mask_word(mask_ptr, first_column, window, row_valid)
+    low_word = mask_word(mask_ptr, first_column, window, row_valid)
     high_word = low_word
     if BLOCK_N > 32:
-        high_word = _mask_word(mask_ptr, first_column + 32, window, row_valid)
+        high_word = mask_word(mask_ptr, first_column + 32, window, row_valid)
     q_ptr += b * q_stride_b + kv_head * GROUP * q_stride_h
     q_offset = row * q_stride_r + m % GROUP * q_stride_h
     q = tl.load(q_ptr + (q_offset[:, None] + d[None, :]), mask=row_mask, other=0.0).to(DOT)
     position = prefix_len + column
-    page = _page_at(page_table_ptr, max_pages, position, (position >= 0) & (column < window), PAGE_SIZE)
+    page = page_at(page_table_ptr, max_pages, position, (position >= 0) & (column < window), PAGE_SIZE)
     covered = prefix_len + row * 0
     if CAUSAL_PREFIX:
         covered = prefix_len - num_rows + 1 + row
@@ -242,12 +138,12 @@ def tree_window_attention_kernel(
     tail_start = tl.maximum(covered, 0) - prefix_len
     k_ptr += kv_head * k_stride_head
     v_ptr += kv_head * v_stride_head
-    low = _row_bits(low_word, first_column, window, tail_start, ALIGN)
+    low = row_bits(low_word, first_column, window, tail_start, ALIGN)
     high = low
     if BLOCK_N > 32:
-        high = _row_bits(high_word, first_column + 32, window, tail_start, ALIGN)
-    visible, seen = _visible(low, high, BLOCK_N)
-    keys, values = _load_block(
+        high = row_bits(high_word, first_column + 32, window, tail_start, ALIGN)
+    visible, seen = visible_columns(low, high, BLOCK_N)
+    keys, values = load_block(
         k_ptr,
         v_ptr,
         page,
@@ -284,17 +180,17 @@ def tree_window_attention_kernel(
         acc = tl.dot(weights.to(DOT), values.to(DOT), input_precision="ieee")
         row_sum = row_sum * rescale + tl.sum(weights, 1)
     if REST_N > 0:
-        end = _reach(mask_ptr, row_valid, window, REACH_WORDS)
+        end = window_reach(mask_ptr, row_valid, window, REACH_WORDS)
         for start in tl.range(first_column + BLOCK_N, end, REST_N):
             # Names of their own: a loop's variables keep their shapes.
             rest_column = start + tl.arange(0, REST_N)
             rest_position = prefix_len + rest_column
             in_reach = (rest_position >= 0) & (rest_column < end)
-            rest_page = _page_at(page_table_ptr, max_pages, rest_position, in_reach, PAGE_SIZE)
-            rest_word = _mask_word(mask_ptr, start, window, row_valid)
-            rest_bits = _row_bits(rest_word, start, window, tail_start, ALIGN)
-            rest_visible, rest_seen = _visible(rest_bits, rest_bits, REST_N)
-            rest_keys, rest_values = _load_block(
+            rest_page = page_at(page_table_ptr, max_pages, rest_position, in_reach, PAGE_SIZE)
+            rest_word = mask_word(mask_ptr, start, window, row_valid)
+            rest_bits = row_bits(rest_word, start, window, tail_start, ALIGN)
+            rest_visible, rest_seen = visible_columns(rest_bits, rest_bits, REST_N)
+            rest_keys, rest_values = load_block(
                 k_ptr,
                 v_ptr,
                 rest_page,
