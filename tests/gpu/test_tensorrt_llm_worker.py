@@ -14,13 +14,16 @@ import torch
 
 from tests.hosts.tensorrt_llm.tree_runs import (
     agreeing_pair,
+    cached_rows,
     embedded_tokens,
+    plain_executor,
     prompts_of,
     sampling_config,
     tree_double,
     tree_executor,
 )
 from trtllm_tree import SamplingParams
+from trtllm_tree.demo import resolve_head, resolve_target
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +115,54 @@ def test_a_step_captured_before_any_tree_serves_every_tree(
         assert _tokens(captured) == wanted
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before < 2**20, "a replayed step leaves something behind"
+
+
+def test_rows_behind_every_replayed_step_are_those_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
+) -> None:
+    """What is committed is a chain's: row p holds the K and V of token p, in every layer."""
+    prompts, budget = PROMPTS[:3], 32
+    with tree_double(tmp_path / "double", "new", monkeypatch, device="cuda"):
+        plain = plain_executor(pair[0], max_batch_size=4)
+        requests = [plain.submit(prompt, max_tokens=2 * budget) for prompt in prompts]
+        while not all(len(request.generated) > budget + 6 for request in requests):
+            plain.step()
+        wanted = [cached_rows(plain, request, len(request.tokens) - 1) for request in requests]
+        captured = tree_executor(*pair, **GRAPHS)
+        calls = Calls(captured)
+        found = [captured.submit(prompt, max_tokens=budget) for prompt in prompts]
+        largest, steps = 0.0, 0
+        while captured.step():
+            for request, rows in zip(found, wanted, strict=True):
+                if request.py_request_id not in captured.kv_cache_manager.ledger.blocks:
+                    continue
+                count = len(request.tokens) - 1
+                error = (cached_rows(captured, request, count) - rows[:, :, :, :count]).abs().amax()
+                largest, steps = max(largest, float(error / rows.abs().amax())), steps + 1
+        print(f"rows of {steps} steps are off by {largest:.2g} of the largest value at most")
+        assert calls.decodes == 0 and steps > budget // 2
+        # One row or N of them at once: their sums are added in another order.
+        assert largest < 1e-4
+
+
+def test_the_demo_model_generates_what_the_embedded_host_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head, sizes = resolve_target("demo"), resolve_head("demo"), (4, 5, 20)
+    prompts, budget = prompts_of(9, 21, vocab=2000), 32
+    params = SamplingParams(max_tokens=budget, ignore_eos=True)
+    wanted = embedded_tokens(target, head, prompts, params, sizes, device="cuda")
+    with tree_double(tmp_path / "double", "new", monkeypatch, device="cuda"):
+        captured = tree_executor(
+            target, head, sizes, layers=(1, 14, 26), graph_batch_sizes=[1, 2], max_batch_size=2
+        )
+        calls = Calls(captured)
+        requests = [captured.submit(prompt, max_tokens=budget) for prompt in prompts]
+        while captured.step():
+            pass
+        assert calls.decodes == 0
+        assert [request.generated for request in requests] == wanted
+        assert max(count for request in requests for count in request.accepted_history) >= 2
 
 
 @pytest.mark.parametrize("mode", ["gumbel", "rejection"])
