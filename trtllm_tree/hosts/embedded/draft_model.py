@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
+from trtllm_tree.attention.rows import TreeAttention
 from trtllm_tree.draft.eagle3_head import Eagle3Head
 from trtllm_tree.engine.chain_attention import PrefillAttention
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.ports import AttentionBackend, DecodeAttentionFactory, Segment
-from trtllm_tree.hosts.embedded.attention import TreeAttention
 from trtllm_tree.hosts.embedded.kv import DRAFT_LAYER
 from trtllm_tree.kernels.window_slots import window_slots
 from trtllm_tree.ports import RoundBatch

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
+from trtllm_tree.attention.cascade import TreeCascade
+from trtllm_tree.attention.rows import TreeAttention, verify_rows
 from trtllm_tree.engine.kv_cache import KVCache
 from trtllm_tree.engine.ports import (
     AttentionBackend,
@@ -17,7 +18,6 @@ from trtllm_tree.engine.ports import (
     Segment,
     StepTokens,
 )
-from trtllm_tree.hosts.embedded.attention import TreeAttention
 from trtllm_tree.hosts.embedded.draft_model import EmbeddedDraftModel
 from trtllm_tree.hosts.embedded.kv import DRAFT_GROUP
 from trtllm_tree.ports import RoundBatch
@@ -142,15 +142,7 @@ class SpecDecode:
         num_nodes, longest = self.window_len, batch.max_committed_len
         if window.tree is None:
             return self._decode_attention(batch.committed_lens + num_nodes, num_nodes, longest + num_nodes)
-        rows = TreeCascadeRows(
-            prefix_lens=batch.committed_lens,
-            mask=window.tree.ancestor_mask,
-            window=num_nodes,
-            max_prefix_len=longest,
-            row_depths=window.tree.depths,
-            column_depths=window.tree.depths,
-        )
-        return TreeAttention(self._cascade, rows)
+        return TreeAttention(self._cascade, verify_rows(window.tree, batch.committed_lens, longest))
 
     def close_window(self, batch: DecodeBatch, window: DecodeWindow, logits: torch.Tensor) -> StepTokens:
         """Verify, compact, draft."""

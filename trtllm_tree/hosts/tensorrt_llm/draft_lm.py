@@ -19,6 +19,7 @@ from trtllm_tree.attention.base import LeafShape
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
 from trtllm_tree.attention.leaves.triton import TritonLeaf
+from trtllm_tree.attention.rows import ChainRows, TreeAttention
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Candidates, Eagle
 from trtllm_tree.engine.chain_attention import PrefillAttention
@@ -27,12 +28,10 @@ from trtllm_tree.engine.layer_options import layer_options
 from trtllm_tree.engine.model_runner import ModelRunner, target_layer_specs
 from trtllm_tree.engine.ports import ForwardBatch, Segment
 from trtllm_tree.errors import Problem
-from trtllm_tree.kernels.tree_ancestors import tree_ancestors
 from trtllm_tree.kernels.window_slots import window_slots
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.support.report import Supported
 from trtllm_tree.tree.lanes import TreeDraftInputs
-from trtllm_tree.tree.topology import chain_parents
 
 PAGE_SIZE = 32
 # Rows of one prompt forward.
@@ -75,7 +74,7 @@ class DraftLM:
         self._group = self._cache_group(num_slots, dtype)
         self._cache = KVCache([self._group])
         self._cascade = TreeCascade(self._leaf(num_slots, config.num_nodes, dtype))
-        self._masks: dict[int, torch.Tensor] = {}
+        self._chains = ChainRows(device)
         # Tokens whose K/V a slot holds, from position 0 on.
         self._seen: list[list[int]] = [[] for _ in range(num_slots)]
         self._eagle = Eagle(self, config, max_batch=num_slots, vocab_size=self.vocab_size, device=device)
@@ -130,15 +129,10 @@ class DraftLM:
         last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `ports.DraftModel.chain_rows`; `hidden` is not looked at."""
-        size, num_rows = token_ids.shape
+        num_rows = token_ids.shape[1]
         first = positions[:, 0].int()
         slots = window_slots(first, batch.draft_page_table, num_rows=num_rows, page_size=PAGE_SIZE)
-        rows = TreeCascadeRows(
-            prefix_lens=first,
-            mask=self._chain_mask(num_rows).expand(size, -1, -1),
-            window=num_rows,
-            max_prefix_len=batch.max_committed_len + self._path_len,
-        )
+        rows = self._chains.behind(first, num_rows, batch.max_committed_len + self._path_len)
         return self._forward(token_ids, positions, slots, batch, rows, last_rows)
 
     def lane_rows(
@@ -173,7 +167,7 @@ class DraftLM:
             positions=positions.reshape(-1),
             write_slots=(slots.reshape(-1),),
             page_tables=(batch.draft_page_table,),
-            attention=_TreeRows(self._cascade, rows),
+            attention=TreeAttention(self._cascade, rows),
             logit_rows=logit_rows,
         )
         return self._runner.forward(forward, self._cache).view(token_ids.shape[0], -1, self.vocab_size)
@@ -214,12 +208,6 @@ class DraftLM:
         )
         self._runner.forward(forward, self._cache)
 
-    def _chain_mask(self, num_rows: int) -> torch.Tensor:
-        if num_rows not in self._masks:
-            _, mask = tree_ancestors(chain_parents(num_rows, self._device).unsqueeze(0))
-            self._masks[num_rows] = mask
-        return self._masks[num_rows]
-
     def _cache_group(self, num_slots: int, dtype: torch.dtype) -> CacheGroup:
         """Pages for every slot's longest sequence, once and for all."""
         max_pages = -(-self._extent // PAGE_SIZE)
@@ -251,29 +239,6 @@ class DraftLM:
         kernel = TritonLeaf(self._device, shape)
         runs = self._device.type == "cuda" and isinstance(kernel.tree_support().verify, Supported)
         return kernel if runs else ReferenceLeaf(shape=shape)
-
-
-class _TreeRows:
-    """The runner's attention over the rows of one draft step: a chain's, or lanes'."""
-
-    def __init__(self, cascade: TreeCascade, rows: TreeCascadeRows) -> None:
-        self._cascade, self._rows = cascade, rows
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor | None,
-        page_table: torch.Tensor,
-        scale: float,
-        *,
-        value_dim: int | None = None,
-        sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `engine.ports.AttentionBackend.attend`; `layer_problems` refuses the options."""
-        folded = q.view(*self._rows.mask.shape[:2], *q.shape[1:])
-        return self._cascade.attend(folded, k_cache, v_cache, page_table, self._rows, scale).flatten(0, 1)
 
 
 def layer_problems(config: Any) -> list[Problem]:

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 
 from trtllm_tree.attention.cascade import TreeCascadeRows
+from trtllm_tree.attention.rows import ChainRows
 from trtllm_tree.hosts.tensorrt_llm.kv import TrtllmKVPool, slots_of
 from trtllm_tree.hosts.tensorrt_llm.step import TreeStep, publish, published
-from trtllm_tree.kernels.tree_ancestors import tree_ancestors
 from trtllm_tree.ports import RoundBatch
 from trtllm_tree.tree.lanes import TreeDraftInputs
-from trtllm_tree.tree.topology import chain_parents
 
 # By request, what TensorRT-LLM's attention reads of a batch.
 _VIEWS = (
@@ -58,7 +57,7 @@ class TrtllmDraftModel:
         self._bound: tuple[Any, Any] | None = None
         self._step_batch: dict[str, Any] = {}
         self._row_counts: dict[int, torch.Tensor] = {}
-        self._chain_masks: dict[int, torch.Tensor] = {}
+        self._chains = ChainRows(pool.device)
         self._lane_window: _LaneWindow | None = None
 
     @contextmanager
@@ -112,14 +111,9 @@ class TrtllmDraftModel:
         last_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `ports.DraftModel.chain_rows`."""
-        size, num_rows = token_ids.shape
+        num_rows = token_ids.shape[1]
         first = positions[:, 0].int()
-        rows = TreeCascadeRows(
-            prefix_lens=first,
-            mask=self._chain_mask(num_rows).expand(size, -1, -1),
-            window=num_rows,
-            max_prefix_len=batch.max_committed_len,
-        )
+        rows = self._chains.behind(first, num_rows, batch.max_committed_len)
         slots = slots_of(positions.int(), batch.draft_page_table, batch.draft_page_size)
         out = self._forward("chain", token_ids, hidden, positions, rows, slots, batch)
         return out if last_rows is None else out.flatten(0, 1).index_select(0, last_rows).unsqueeze(1)
@@ -223,12 +217,6 @@ class TrtllmDraftModel:
                 (self._max_batch,), num_rows, dtype=torch.int32, device=self._pool.device
             )
         return self._row_counts[num_rows]
-
-    def _chain_mask(self, num_rows: int) -> torch.Tensor:
-        if num_rows not in self._chain_masks:
-            parents = chain_parents(num_rows, self._pool.device)
-            _, self._chain_masks[num_rows] = tree_ancestors(parents.unsqueeze(0))
-        return self._chain_masks[num_rows]
 
 
 class _LaneWindow:
