@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I8", "I9", "I10", "I12", "I13", "I14", "I15")
+INVARIANTS = ("I1", "I2", "I3", "I4", "I5", "I6", "I8", "I9", "I10", "I12", "I13", "I14", "I15")
 # "Invariant I1: ..." or "Invariants I3 and I4: ..."
 OWNER = re.compile(r"Invariants? (I\d+)(?: and (I\d+))?:")
 

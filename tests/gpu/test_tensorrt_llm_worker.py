@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hosts.tensorrt_llm.hybrid_runs import hybrid_pair
 from tests.hosts.tensorrt_llm.tree_runs import (
     agreeing_pair,
     cached_rows,
@@ -46,7 +47,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return agreeing_pair(tmp_path_factory.mktemp("agreeing"), hidden_size=256)
 
 
-def _tokens(executor: Any, options: list[dict[str, Any]] | None = None) -> list[list[int]]:
+def _tokens(
+    executor: Any, options: list[dict[str, Any]] | None = None, *, accepted: int = 3
+) -> list[list[int]]:
     configs = [
         sampling_config(
             **{("random_seed" if name == "seed" else name): value for name, value in option.items()}
@@ -59,7 +62,7 @@ def _tokens(executor: Any, options: list[dict[str, Any]] | None = None) -> list[
     ]
     while executor.step():
         pass
-    assert max(count for request in requests for count in request.accepted_history) >= 3
+    assert max(count for request in requests for count in request.accepted_history) >= accepted
     return [request.generated for request in requests]
 
 
@@ -163,6 +166,20 @@ def test_the_demo_model_generates_what_the_embedded_host_does(
         assert calls.decodes == 0
         assert [request.generated for request in requests] == wanted
         assert max(count for request in requests for count in request.accepted_history) >= 2
+
+
+def test_recurrent_states_follow_the_trees_of_replayed_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = hybrid_pair(tmp_path, hidden_size=256)
+    with tree_double(tmp_path / "double", "new", monkeypatch, device="cuda"):
+        wanted = plain_executor(target, max_batch_size=4).generate(PROMPTS, max_tokens=max(BUDGETS))
+        captured = tree_executor(target, head, **GRAPHS, overlap=True)
+        calls = Calls(captured)
+        assert _tokens(captured, accepted=2) == [
+            tokens[:budget] for tokens, budget in zip(wanted, BUDGETS, strict=True)
+        ]
+        assert calls.decodes == 0
 
 
 @pytest.mark.parametrize("mode", ["gumbel", "rejection"])

@@ -62,6 +62,10 @@ FILE_ASKS: dict[str, dict[str, Any]] = {
 }
 MODEL_ASKS: dict[str, dict[str, Any]] = {
     "recurrent": {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+    },
     "sliding_target": SLIDES,
     "sinks": {"model_type": "gpt_oss"},
     "token_history": {"ngram_sizes": [2, 3]},

@@ -13,6 +13,8 @@ SINK_MODELS = ("gpt_oss",)
 SLIDE_BY_MASK = ("blt", "doge", "phimoe", "qwen2_moe")
 # Models whose latent attention (MLA) is run; others share names of options, not the arithmetic.
 LATENT_MODELS = ("deepseek_v3",)
+# Models whose recurrent layers are Mamba2's.
+MAMBA2_MODELS = ("nemotron_h",)
 # Options whose other values change scores or logits in ways that are not computed.
 NEUTRAL_OPTIONS = {
     "attn_logit_softcapping": None,

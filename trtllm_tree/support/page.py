@@ -12,7 +12,8 @@ from dataclasses import replace
 from trtllm_tree.support.leaf_rules import FP8, HOST_LEAVES, LEAF_RULES, CallShape, LeafRules, plan_host_leaf
 from trtllm_tree.support.plan import MACHINES
 from trtllm_tree.support.report import Refused, Supported
-from trtllm_tree.support.scope import SCOPE, ScopeLine
+from trtllm_tree.support.scope import SCOPE
+from trtllm_tree.support.scope_line import ScopeLine
 
 _INTRO = """# Support
 

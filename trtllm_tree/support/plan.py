@@ -25,7 +25,8 @@ from trtllm_tree.support.leaf_rules import (
 from trtllm_tree.support.model_facts import ModelFacts
 from trtllm_tree.support.report import Refused
 from trtllm_tree.support.resolve import PartAnswer, tree_answers, tree_blockers
-from trtllm_tree.support.scope import SCOPE, ScopeLine, scope_problems
+from trtllm_tree.support.scope import SCOPE, scope_problems
+from trtllm_tree.support.scope_line import ScopeLine
 
 # A CPU, and one GPU of each generation that the leaves' rules tell apart.
 MACHINES: dict[str, Capability | None] = {"cpu": None, "sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtllm_tree.config.host_rules import EMBEDDED_RULE, TREE_REFUSALS, Host
 from trtllm_tree.errors import Problem
@@ -17,8 +18,35 @@ Answer = Supported | Refused
 # (option, value) of what a model asks for.
 Asked = Sequence[tuple[str, object]]
 
-# What a line about options is checked by.
+# Where it is decided whether a run asks for a line: by its options, its target's config.json, each request.
 OPTION = "config/host_rules.py, on the options"
+MODEL = "support/scope.py, on the model's config.json"
+REQUEST = "config/sampling.py, for each request"
+
+
+class Answers(NamedTuple):
+    """What each host says to one wish."""
+
+    embedded: Answer
+    tensorrt_llm: Answer
+
+
+EVERYWHERE = Answers(Supported(), Supported())
+
+
+def embedded_only(reason: str) -> Answers:
+    """TensorRT-LLM refuses it."""
+    return Answers(Supported(), Refused(reason))
+
+
+def tensorrt_llm_only(reason: str) -> Answers:
+    """The embedded host refuses it."""
+    return Answers(Refused(reason), Supported())
+
+
+def nowhere(reason: str, *, on_tensorrt_llm: str | None = None) -> Answers:
+    """Both refuse it, for one reason or for two."""
+    return Answers(Refused(reason), Refused(on_tensorrt_llm or reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +56,7 @@ class ScopeLine:
     Attributes:
         id: its name.
         what: what a user would ask for.
-        embedded: the answer on the embedded host.
-        tensorrt_llm: the answer on TensorRT-LLM.
+        answers: who serves it.
         checked: where it is decided whether a run asks for it.
         options: names of options whose problems belong to this line; a head's go by their first word.
         values: the option's values that this line is about, where lines share an option; empty for all.
@@ -42,8 +69,7 @@ class ScopeLine:
 
     id: str
     what: str
-    embedded: Answer
-    tensorrt_llm: Answer
+    answers: Answers
     checked: str
     options: tuple[str, ...] = ()
     values: tuple[object, ...] = ()
@@ -57,10 +83,20 @@ class ScopeLine:
         """The answer on `host`."""
         return self.embedded if host == "embedded" else self.tensorrt_llm
 
+    @property
+    def embedded(self) -> Answer:
+        """The answer on the embedded host."""
+        return self.answers.embedded
+
+    @property
+    def tensorrt_llm(self) -> Answer:
+        """The answer on TensorRT-LLM."""
+        return self.answers.tensorrt_llm
+
     def owns(self, problem: Problem) -> bool:
         """Whether `problem` is about this line."""
         if self.found is not None:
-            return Refused(problem.rule) in (self.embedded, self.tensorrt_llm)
+            return Refused(problem.rule) in self.answers
         if self.rule and problem.rule.startswith(self.rule):
             return True
         name = problem.option
@@ -68,41 +104,12 @@ class ScopeLine:
         return named and (not self.values or problem.value in self.values)
 
 
-def keyed(id: str, what: str, *keys: str, beyond_seed: bool = False) -> ScopeLine:
+def keyed(id: str, what: str, *keys: str) -> ScopeLine:
     """A line that TensorRT-LLM's `keys` ask for, refused on both hosts by host_rules.py."""
     return ScopeLine(
         id=id,
         what=what,
-        embedded=Refused(EMBEDDED_RULE),
-        tensorrt_llm=Refused(TREE_REFUSALS[keys[0]]),
+        answers=nowhere(EMBEDDED_RULE, on_tensorrt_llm=TREE_REFUSALS[keys[0]]),
         checked=OPTION,
         options=keys,
-        beyond_seed=beyond_seed,
-    )
-
-
-def both(
-    id: str,
-    what: str,
-    reason: str,
-    checked: str,
-    *,
-    options: tuple[str, ...] = (),
-    values: tuple[object, ...] = (),
-    found: Callable[[ModelFacts], Asked] | None = None,
-    beyond_seed: bool = False,
-    note: str = "",
-) -> ScopeLine:
-    """A line that both hosts refuse for one reason."""
-    return ScopeLine(
-        id=id,
-        what=what,
-        embedded=Refused(reason),
-        tensorrt_llm=Refused(reason),
-        checked=checked,
-        options=options,
-        values=values,
-        found=found,
-        beyond_seed=beyond_seed,
-        note=note,
     )

@@ -18,7 +18,7 @@ from trtllm_tree.errors import ConfigError, UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm import plugin
 
 Pair = tuple[Path, Path]
-ARCHITECTURES = ("Llama", "Qwen3", "Qwen3Moe", "DeepseekV3", "GptOss")
+ARCHITECTURES = ("Llama", "Qwen3", "Qwen3Moe", "DeepseekV3", "GptOss", "NemotronH")
 MODELS = "trtllm_tree.hosts.tensorrt_llm.models"
 
 
@@ -59,7 +59,8 @@ def test_every_architecture_is_ours_and_found_by_its_name(double: str) -> None:
         assert model is getattr(models, f"Tree{name}ForCausalLM")
         # Ranks import it by this name, or unpickle it.
         assert model.__module__ == MODELS and pickle.loads(pickle.dumps(model)) is model
-        assert issubclass(model, getattr(double_module("models"), f"{name}ForCausalLM"))
+        module = double_module("nemotron" if name == "NemotronH" else "models")
+        assert issubclass(model, getattr(module, f"{name}ForCausalLM"))
 
 
 def test_the_worker_takes_the_built_in_ones_place_everywhere(double: str, pair: Pair, capfd: Any) -> None:
@@ -165,5 +166,5 @@ def test_an_architecture_that_is_missing_keeps_no_other_from_being_ours(
         plugin.register(required=True)
         models = importlib.import_module(MODELS)
         found = [name for name in ARCHITECTURES if hasattr(models, f"Tree{name}ForCausalLM")]
-        assert found == ["Llama", "Qwen3Moe", "DeepseekV3"]
+        assert found == ["Llama", "Qwen3Moe", "DeepseekV3", "NemotronH"]
     sys.modules.pop(MODELS, None)

@@ -85,6 +85,7 @@ def test_what_can_run_is_not_refused(capability: Any, ranks: int) -> None:
     assert found(fp8, capability=capability) == []
     assert found(spec=spec_config(use_rejection_sampling=True), verify="rejection") == []
     assert found(model_config(MLA), capability=capability) == []
+    assert found(model_config({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"})) == []
     # Validators of TensorRT-LLM set these.
     assert found(spec=spec_config(max_batch_size=8, num_eagle_layers=5)) == []
 
@@ -269,6 +270,8 @@ def test_what_the_kv_manager_shows_is_refused(fields: dict[str, Any], option: st
 
 
 def test_a_kv_manager_with_nothing_of_that_is_fine() -> None:
+    # Layers that see everything, and layers of recurrent states.
+    assert runtime_refusals(manager(max_attention_window_vec=[None, -1, 2048])) == []
     assert runtime_refusals(manager()) == [] and runtime_refusals(SimpleNamespace(tokens_per_block=16)) == []
 
 

@@ -7,6 +7,7 @@ support judge as they judge a file; no rule is kept here. Reads attributes only:
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,6 +34,8 @@ _MAPPING_OPTIONS = {
     "context_parallel_size": "cp_size",
     "enable_attention_dp": "enable_attention_dp",
 }
+# How a manager is told which node's recurrent state is kept, and what makes it keep none.
+_LEAF, _REPLAY_VARIABLE = "accepted_leaf_positions", "TRTLLM_USE_MAMBA_REPLAY"
 
 
 def refusals(
@@ -84,13 +87,18 @@ def runtime_refusals(kv_cache_manager: Any) -> list[Problem]:
         found["max_beam_width"] = kv_cache_manager.max_beam_width
     windows = list(getattr(kv_cache_manager, "max_attention_window_vec", None) or [])
     longest = getattr(kv_cache_manager, "max_seq_len", None)
-    if longest is not None and any(window < longest for window in windows):
+    # None sees everything, and a layer of recurrent states has a number below 0.
+    if longest is not None and any(window is not None and 0 <= window < longest for window in windows):
         found["kv_cache_config.max_attention_window"] = windows
     if getattr(kv_cache_manager, "kv_connector_manager", None) is not None:
         found["kv_connector_config"] = type(kv_cache_manager.kv_connector_manager).__name__
-    return problems + [
-        Problem(option, value, TREE_REFUSALS[option], f"Remove {option.rpartition('.')[2]}.")
-        for option, value in found.items()
+    return [
+        *problems,
+        *(
+            Problem(option, value, TREE_REFUSALS[option], f"Remove {option.rpartition('.')[2]}.")
+            for option, value in found.items()
+        ),
+        *_state_problems(kv_cache_manager),
     ]
 
 
@@ -98,6 +106,24 @@ def guided_decoding_refusal() -> Problem:
     """Why a worker takes no guided decoder."""
     option = "guided_decoding_backend"
     return Problem(option, "set", TREE_REFUSALS[option], f"Remove {option}.")
+
+
+def _state_problems(kv_cache_manager: Any) -> list[Problem]:
+    """What keeps the recurrent states of a hybrid's manager from following a tree."""
+    update = getattr(kv_cache_manager, "update_mamba_states", None)
+    if update is None:
+        return []
+    problems = []
+    if _LEAF not in inspect.signature(update).parameters:
+        option = f"{type(kv_cache_manager).__name__}.update_mamba_states"
+        rule = f"parameter {_LEAF} is missing, without which recurrent states follow a chain only"
+        remedy = "Use a TensorRT-LLM of the 1.4 line, or tree_topk=1 (a chain)."
+        problems.append(Problem(option, str(inspect.signature(update)), rule, remedy))
+    if getattr(kv_cache_manager, "use_replay_state_update", False):
+        rule = "replayed recurrent states follow a chain only"
+        remedy = f'Set {_REPLAY_VARIABLE}: "0" in env_overrides.'
+        problems.append(Problem(_REPLAY_VARIABLE, os.environ.get(_REPLAY_VARIABLE), rule, remedy))
+    return problems
 
 
 def _speculative(spec_config: Any, problems: list[Problem]) -> SpeculativeConfig:

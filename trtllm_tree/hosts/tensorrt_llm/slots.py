@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trtllm_tree.hosts.tensorrt_llm.recurrent import TreeLinks
 from trtllm_tree.sampling.gumbel import SlotDraws
 from trtllm_tree.tree.future import FutureParentMap
 
@@ -109,6 +110,8 @@ class SlotTrees:
 
     def __init__(self, num_slots: int, num_nodes: int, device: torch.device) -> None:
         self.next_parents = FutureParentMap(num_slots, num_nodes, device)
+        # Of a target with recurrent layers.
+        self.links: TreeLinks | None = None
         self.context_rows: tuple[ContextRow, ...] = ()
         self.draws: UploadedDraws | None = None
         self._owners: dict[int, int] = {}
@@ -170,6 +173,18 @@ def tree_slot_storage(base: type) -> Any:
             """Called before every step, replayed or not, with the requests in batch order."""
             super().fill_all_slot_ids(context_requests, generation_requests)
             self.trees.note(context_requests, generation_requests)
+
+        def next_links_from_slots(self, slot_ids: torch.Tensor, count: int) -> Any:
+            """Called before every step, for recurrent layers: first children and next siblings of our trees."""
+            if self.trees.links is None:
+                return super().next_links_from_slots(slot_ids, count)
+            return self.trees.links.of(self.trees.next_parents.parents[slot_ids[:count]])
+
+        def apply_no_tree_linear_chain(
+            self, next_token: torch.Tensor, next_sibling: torch.Tensor, slot_ids: torch.Tensor, count: int
+        ) -> Any:
+            """Called behind that, where it exists; a slot without a tree of ours holds the chain already."""
+            return next_token, next_sibling
 
         def mark_invalid(self, slot_id: int) -> None:
             """Called when a request leaves its slot."""

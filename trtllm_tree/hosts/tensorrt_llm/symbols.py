@@ -67,7 +67,10 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV3ForCausalLM": "deepseekv3",
     "GptOssForCausalLM": "gpt_oss",
+    "NemotronHForCausalLM": "nemotron_h",
 }
+# What an architecture needs besides trees.
+_LAYERS = {"DeepseekV3ForCausalLM": "mla", "NemotronHForCausalLM": "hybrid"}
 
 FEATURES = (
     Feature("chain", "Eagle3 as a chain, in TensorRT-LLM's own worker"),
@@ -85,9 +88,7 @@ FEATURES = (
     Feature("mtp", "draft trees from MTP layers", ("trees",)),
     Feature("hybrid", "draft trees over recurrent layers", ("trees",)),
     *(
-        Feature(
-            f"model:{name}", f"draft trees on {name}", ("mla" if name.startswith("Deepseek") else "trees",)
-        )
+        Feature(f"model:{name}", f"draft trees on {name}", (_LAYERS.get(name, "trees"),))
         for name in _ARCHITECTURES
     ),
 )
@@ -207,6 +208,10 @@ SYMBOLS: tuple[Symbol, ...] = (
            ("spec_config", "model_config", "use_separate_draft_kv_cache", "mapping?"), purpose="base class"),
     Symbol("hybrid", "call", _executor_cache("mamba_cache_manager"), "MambaCacheManager", "update_mamba_states",
            _MAMBA_UPDATE, purpose="states follow the accepted path"),
+    Symbol("hybrid", "override", _TREE_MANAGER, "DynamicTreeSlotStorage", "next_links_from_slots",
+           ("slot_ids", "count"), purpose="a tree as recurrent layers read it"),
+    Symbol("hybrid", "fields", _EAGLE3, "Eagle3OneModelSpecMetadata", "",
+           ("retrieve_next_token", "retrieve_next_sibling"), purpose="what recurrent layers read of a tree"),
     *(Symbol(f"model:{name}", "model", (f"{_MODELS}.modeling_{module}",), name, "", ("model_config",),
              purpose="target") for name, module in _ARCHITECTURES.items()),
 )

@@ -1,21 +1,31 @@
 """What one worker is built of, over TensorRT-LLM's managers: our round, its pools, its slots, its buffers.
 
 Built on the first warm-up call, when the managers exist, and again where they were replaced: TensorRT-LLM measures
-memory with other ones. Must not know how a step lies in its batch: that is the worker.
+memory with other ones. Must not know how a step lies in its batch.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trtllm_tree.attention.compact import KVCompactor
+from trtllm_tree.config.host_rules import DEFAULT_VERIFY_MODE, VERIFY_MODES, VERIFY_VARIABLE
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
+from trtllm_tree.errors import ConfigError, Problem
 from trtllm_tree.hosts.tensorrt_llm.draft_model import TrtllmDraftModel
 from trtllm_tree.hosts.tensorrt_llm.kv import TrtllmKVPool
+from trtllm_tree.hosts.tensorrt_llm.recurrent import (
+    RecurrentStates,
+    TreeLinks,
+    keeps_states,
+    layers_with_rows,
+)
 from trtllm_tree.hosts.tensorrt_llm.slots import UploadedDraws, tree_slot_storage
 from trtllm_tree.round import SpecRound, TreeParts
 from trtllm_tree.sampling.base import SamplingBackend
@@ -66,6 +76,7 @@ class WorkerParts:
         pool: the target's cache.
         draft_pool: the head's cache, one group.
         hidden: [max_batch * N, F], target features of the generation rows.
+        recurrent: of a target with recurrent layers.
     """
 
     managers: Managers
@@ -78,10 +89,28 @@ class WorkerParts:
     draft_model: TrtllmDraftModel
     hidden: torch.Tensor
     buffers: StepBuffers
+    recurrent: RecurrentStates | None
 
     def serve(self, managers: Managers) -> bool:
         """Whether these parts are still the right ones for `managers`."""
         return self.managers.are(managers) and managers.trees.slot_storage is self.storage
+
+
+def verify_mode(spec_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+    """Which sampling backend verifies.
+
+    Raises:
+        ConfigError: the variable holds another word.
+    """
+    mode = environment.get(VERIFY_VARIABLE, "")
+    if not mode:
+        rejects = getattr(spec_config, "use_rejection_sampling", False)
+        return "rejection" if rejects else DEFAULT_VERIFY_MODE
+    if mode not in VERIFY_MODES:
+        rule = f"must be one of {', '.join(VERIFY_MODES)}"
+        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}."
+        raise ConfigError(Problem(VERIFY_VARIABLE, mode, rule, remedy))
+    return mode
 
 
 def build_parts(
@@ -120,6 +149,8 @@ def build_parts(
         num_slots=num_slots,
         tree=tree,
     )
+    recurrent = RecurrentStates(managers.kv, batch, nodes, device) if keeps_states(managers.kv) else None
+    storage.trees.links = None if recurrent is None else TreeLinks(batch, nodes, device)
     storage.trees.restart(draws)
     managers.trees.slot_storage = storage
     return WorkerParts(
@@ -133,6 +164,7 @@ def build_parts(
         draft_model=head,
         hidden=hidden,
         buffers=StepBuffers(config, batch, device),
+        recurrent=recurrent,
     )
 
 
@@ -140,7 +172,7 @@ def _pools(
     managers: Managers, draft_layers: set[int], batch: int, device: torch.device
 ) -> tuple[TrtllmKVPool, TrtllmKVPool]:
     """The target's and the head's."""
-    layers = [layer for layer in managers.kv.layer_offsets if layer not in draft_layers]
+    layers = [layer for layer in layers_with_rows(managers.kv) if layer not in draft_layers]
     draft_kv = managers.kv if managers.draft_kv is None else managers.draft_kv
     pool = TrtllmKVPool(managers.kv, layers, max_batch=batch, device=device)
     draft_pool = TrtllmKVPool(draft_kv, sorted(draft_layers), max_batch=batch, device=device)

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from .engine import ModelEngine
 from .kv_cache import FP8, KVCacheManager, KVCacheManagerV2
+from .mamba import MambaHybridCacheManager, MambaHybridCacheManagerV2
 from .model_parts import ModelConfig, model_class
 from .models import torch_dtype_of
 from .requests import LlmRequest, LlmRequestState, SamplingConfig, ScheduledRequests
@@ -34,6 +35,7 @@ class Executor:
         overlap: launch a step before the host knows what the last one accepted.
         graph_batch_sizes: decode batches that `warmup` prepares (captures on CUDA); smaller ones are padded to them.
         rope_fusion: whether the target's layers let the attention library rotate.
+        replay: whether recurrent states are replayed; of a hybrid.
         model_options: further fields of `ModelConfig`.
     """
 
@@ -42,14 +44,14 @@ class Executor:
         kv_cache_dtype: str = "auto", kv_manager: str = "v1", max_batch_size: int = 4, max_num_tokens: int = 1024,
         max_seq_len: int = 256, tokens_per_block: int = 16, num_blocks: int | None = None, overlap: bool = False,
         stale_offsets: bool = False, max_chunk: int | None = None, graph_batch_sizes: Sequence[int] = (),
-        rope_fusion: bool = True,
+        rope_fusion: bool = True, replay: bool = False,
         **model_options: Any,
     ) -> None:  # fmt: skip
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         dtype = dtype or torch_dtype_of(config)
         self.spec_config, self.max_batch_size, self.overlap = speculative_config, max_batch_size, overlap
         self.max_chunk = max_chunk
-        self.graph_batch_sizes = sorted(graph_batch_sizes)
+        self.graph_batch_sizes, self._replay = sorted(graph_batch_sizes), replay
         if speculative_config is not None:
             speculative_config._max_batch_size = max_batch_size
         self.model_config = ModelConfig(
@@ -126,15 +128,30 @@ class Executor:
                     "a head with keys and values needs a cache of its own beside latent rows"
                 )
                 heads, dims = [*heads, shape[0]], [*dims, shape[1]]
+        kinds = getattr(config, "layers_block_type", None) or []
+        recurrent = [layer for layer, layer_kind in enumerate(kinds) if layer_kind == "linear_attention"]
+        layers = list(range(len(heads)))
+        if recurrent:
+            manager = {"v1": MambaHybridCacheManager, "v2": MambaHybridCacheManagerV2}[kind]
+            # Layers that cache nothing are not the manager's; the head's, if it shares, comes behind the target's.
+            layers = [layer for layer in layers if layer >= count or kinds[layer] != "mlp"]
+            heads = [0 if layer in recurrent else heads[layer] for layer in layers]
+            dims = [dims[layer] for layer in layers]
         self.kv_cache_manager = manager(
             num_layers=len(heads),
             num_kv_heads=heads,
             head_dim=dims[0],
             layer_head_dims=dims,
+            layer_ids=layers,
             num_blocks=num_blocks,
             kv_factor=2 if latent is None else 1,
             **options,
         )
+        if recurrent:
+            self.kv_cache_manager.make_states(
+                recurrent, config.hidden_size, max_batch_size=self.max_batch_size, replay=self._replay,
+                nodes=self.kv_cache_manager.max_total_draft_tokens + 1, dtype=self.model_config.torch_dtype,
+            )  # fmt: skip
         is_tree = getattr(self.spec_config, "use_dynamic_tree", False) and draft is not None
         is_tree = bool(is_tree and (self.spec_config.dynamic_tree_max_topK or 0) > 1)
         self.tree_resources = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .layout import NEW, device
+from .mamba import Mamba2Metadata
 
 
 @dataclass
@@ -147,6 +148,7 @@ class TrtllmAttentionMetadata(AttentionMetadata):
     draft_kv_cache_block_offsets: torch.Tensor | None = None
     helix_position_offsets: torch.Tensor | None = None
     use_paged_context_fmha: bool = False
+    mamba_metadata: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,6 +220,9 @@ class TrtllmAttentionMetadata(AttentionMetadata):
         ):
             if manager is not None:
                 manager.copy_batch_block_offsets(offsets, self.request_ids, self.beam_width, split, size)
+        if hasattr(self.kv_cache_manager, "get_state_indices"):
+            self.mamba_metadata = self.mamba_metadata or Mamba2Metadata(self.max_num_sequences)
+            self.mamba_metadata.prepare(self)
         self.kv_lens_cuda_runtime, self.kv_lens_runtime = self.kv_lens_cuda[:size], kv_lens
         self.prompt_lens_cuda_runtime = self.prompt_lens_cuda[:size]
         self.prompt_lens_cpu_runtime = self.prompt_lens_cpu[:size]
@@ -231,7 +236,7 @@ class TrtllmAttentionMetadata(AttentionMetadata):
         graph = copy.copy(self)
         graph.is_cuda_graph, graph.max_num_sequences = True, max_batch_size
         graph.spec_decoding_position_offsets = graph.spec_decoding_packed_mask = None
-        graph.spec_decoding_generation_lengths = None
+        graph.spec_decoding_generation_lengths = graph.mamba_metadata = None
         graph.__post_init__()
         graph.seq_lens = torch.full((max_batch_size,), 1 + max_draft_tokens, dtype=torch.int32)
         graph.num_contexts = 0

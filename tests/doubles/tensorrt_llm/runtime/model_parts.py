@@ -27,7 +27,7 @@ def register_auto_model(name):
 
 def model_class(architecture: str) -> Any:
     """Who serves an architecture; the built-in models are imported first."""
-    for name in ("deepseekv3", "gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe"):
+    for name in ("deepseekv3", "gpt_oss", "llama", "mistral", "nemotron_h", "qwen3", "qwen3_moe"):
         importlib.import_module(f"tensorrt_llm._torch.models.modeling_{name}")
     return MODEL_CLASS_MAPPING[architecture]
 

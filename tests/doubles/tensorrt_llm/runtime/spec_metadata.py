@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .layout import device
+from .layout import NEW, device
 from .mode import SpeculativeDecodingMode
 
 
@@ -70,6 +70,9 @@ class Eagle3OneModelSpecMetadata(SpecMetadata):
     dtype: torch.dtype = torch.bfloat16
     batch_indices_cuda: torch.Tensor | None = None
     spec_resource_manager: Any = None
+    # Of the generation requests' trees, for recurrent layers: first children and next siblings.
+    retrieve_next_token: torch.Tensor | None = None
+    retrieve_next_sibling: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.layers_to_capture is None:
@@ -91,6 +94,14 @@ class Eagle3OneModelSpecMetadata(SpecMetadata):
         size = len(self.request_ids)
         self.batch_indices_cuda[:size].copy_(torch.arange(size, dtype=torch.int32))
         self.num_tokens -= self.num_generations * self.runtime_draft_len
+        self.retrieve_next_token = self.retrieve_next_sibling = None
+        if self.is_spec_dec_dynamic_tree and self.num_generations:
+            storage = self.spec_resource_manager.spec_tree_manager.slot_storage
+            slots = storage.all_ids_buf[size - self.num_generations : size]
+            links = storage.next_links_from_slots(slots, self.num_generations)
+            if not NEW:
+                storage.apply_no_tree_linear_chain(*links, slots, self.num_generations)
+            self.retrieve_next_token, self.retrieve_next_sibling = links
 
     def maybe_capture_hidden_states(self, layer_id: int, hidden_states: Any, residual: Any = None) -> None:
         if layer_id not in self.layers_to_capture:

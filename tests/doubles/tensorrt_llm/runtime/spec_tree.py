@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .layout import device
+from .layout import NEW, device
 from .resources import BaseResourceManager
 
 
@@ -29,6 +29,7 @@ class DynamicTreeSlotStorage:
         self.retrieve_next_sibling = torch.full((slots, n_dt), -1, **place)
         self.has_tree = torch.zeros(slots, dtype=torch.bool, device=device())
         self.all_ids_buf = torch.zeros(num_slots, dtype=torch.long, device=device())
+        self._links = torch.zeros(2, num_slots, n_dt, **place)
 
     def fill_all_slot_ids(self, context_requests, generation_requests):
         ids = [self._slot(request) for request in (*context_requests, *generation_requests)]
@@ -41,6 +42,21 @@ class DynamicTreeSlotStorage:
     def mark_valid(self, slot_ids, count):
         self.has_tree[slot_ids[:count]] = True
         self.has_tree[self.dummy_slot_id] = False
+
+    def next_links_from_slots(self, slot_ids, count):
+        for links, of_slots in zip(
+            self._links, (self.retrieve_next_token, self.retrieve_next_sibling), strict=True
+        ):
+            links[:count].copy_(of_slots[slot_ids[:count]])
+        return self._links[0, :count], self._links[1, :count]
+
+    if not NEW:
+
+        def apply_no_tree_linear_chain(self, next_token, next_sibling, slot_ids, count):
+            without = ~self.has_tree[slot_ids[:count]][:, None]
+            next_token.copy_(torch.where(without, self._chain_next, next_token))
+            next_sibling.masked_fill_(without, -1)
+            return next_token, next_sibling
 
     def mark_invalid(self, slot_id):
         self.has_tree[slot_id] = False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .layout import NEW
+from .mamba import MambaCacheManager
 from .metadata import TrtllmAttentionMetadata
 from .resources import ResourceManagerType
 
@@ -137,6 +138,12 @@ class _ChainWorker(SpecWorkerBase):
             attn_metadata.num_seqs,
             spec_metadata.runtime_draft_len,
         )
+        manager = attn_metadata.kv_cache_manager
+        if isinstance(manager, MambaCacheManager) and size > contexts:
+            manager.update_mamba_states(
+                attn_metadata=attn_metadata, num_accepted_tokens=counts,
+                state_indices=attn_metadata.mamba_metadata.state_indices,
+            )  # fmt: skip
         self._prepare_attn_metadata_for_spec_dec(attn_metadata)
         last = attn_metadata.seq_lens_cuda.cumsum(0).long() - 1
         features = draft_model.apply_eagle3_fc(spec_metadata.hidden_states[: input_ids.shape[0]])
