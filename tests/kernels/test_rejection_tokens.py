@@ -10,10 +10,15 @@ import random
 import pytest
 import torch
 
-from tests.kernels.test_sampled_tokens import SETTINGS, hostile_logits, parameters
+from tests.kernels.test_sampled_tokens import (
+    SETTINGS,
+    hostile_logits,
+    parameters,
+    rows_at_the_edge_of_gathering,
+)
 from tests.oracles import trees
 from tests.oracles.rejection import rejection_token
-from trtllm_tree.kernels.rejection_tokens import rejection_tokens
+from trtllm_tree.kernels.rejection_tokens import gathered_shape, rejection_tokens, workspace_shape
 from trtllm_tree.kernels.rejection_tokens import triton as kernel
 from trtllm_tree.kernels.rejection_tokens.reference import reference
 from trtllm_tree.kernels.sampled_tokens import sampled_tokens
@@ -60,7 +65,12 @@ def by_kernel(
     draft_probs: torch.Tensor | None = None,
 ) -> list[int]:
     tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
-    kernel.launch(logits, candidates, parents, *given.values(), draft_probs, tokens)
+    workspace = torch.zeros(workspace_shape(len(logits)), dtype=torch.int64, device=logits.device)
+    gathered = torch.full(gathered_shape(len(logits)), -1, dtype=torch.int64, device=logits.device)
+    # The last row has no room to gather in.
+    room = gathered[: max(1, len(logits) - 1)]
+    kernel.launch(logits, candidates, parents, *given.values(), draft_probs, tokens, workspace, room)
+    assert not workspace.any()
     return tokens.tolist()
 
 
@@ -172,6 +182,26 @@ def test_many_siblings_are_rejected_one_after_the_other(is_drawn: bool, device: 
     assert by_kernel(*case, given, drawn) == want
 
 
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["chosen", "drawn"])
+def test_too_few_too_many_or_just_enough_ids_to_gather_make_no_difference(
+    is_drawn: bool, device: str
+) -> None:
+    torch.manual_seed(6)
+    rng = random.Random(6)
+    rows, settings = (x[:14] for x in rows_at_the_edge_of_gathering(6001))
+    # Each is a root's row, behind which three likely children are tried.
+    logits = rows.repeat_interleave(4, dim=0).to(torch.bfloat16).to(device)
+    shapes = [trees.star(4) for _ in settings]
+    tokens = likely_candidates(rng, logits.nan_to_num(), shapes)
+    drawn = some_draft_probs(rng, tokens, shapes, 6000, device) if is_drawn else None
+    case = (logits, strided(tokens, device), strided(shapes, device))
+    # The other rows are leaves of no interest.
+    given = parameters([each for s in settings for each in (s, *[(0.0, 0, 1.0, 0.0)] * 3)], device)
+    want = oracle(*case, given, drawn)
+    assert by_reference(*case, given, drawn) == want
+    assert by_kernel(*case, given, drawn) == want
+
+
 @pytest.mark.parametrize("draw", [by_reference, by_kernel])
 def test_without_children_or_temperature_it_is_the_seeded_draw(draw, device: str) -> None:
     torch.manual_seed(0)
@@ -252,6 +282,22 @@ def test_infinities_and_the_only_kept_id(draw, device: str) -> None:
         if setting != PLAIN:
             # The child is no kept id.
             assert found[3:] == [299, 0] and found[0] == 0
+
+
+def test_the_buffers_are_the_callers_and_serve_call_after_call(device: str, monkeypatch) -> None:
+    monkeypatch.setenv("TLLM_TREE_KERNELS", "triton")
+    workspace = torch.zeros(workspace_shape(8), dtype=torch.int64, device=device)
+    gathered = torch.empty(gathered_shape(8), dtype=torch.int64, device=device)
+    # Each call's logits are lower than those before it: a maximum left behind would win.
+    for rows, vocab, peak in ((8, 5000, 50.0), (4, 2500, -1.0), (8, 100, -70.0)):
+        logits = torch.full((rows, vocab), -900.0, device=device)
+        places = [(7 * row + vocab // 2) % vocab for row in range(rows)]
+        logits[range(rows), places] = peak
+        nodes = torch.full((rows // 2, 2), -1, dtype=torch.int32, device=device)
+        given = parameters(list(SETTINGS[1 : 1 + rows]), device)
+        found = rejection_tokens(logits, nodes, nodes, **given, workspace=workspace, gathered=gathered)
+        assert found.tolist() == places
+        assert not workspace.any()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from tests.oracles.seeded_draw import gumbel as exact_gumbel
 from tests.oracles.seeded_draw import law, philox, seeded_draw
+from trtllm_tree.kernels._few import launch_likely_ranks
 from trtllm_tree.kernels._row_law import gumbel as kernel_gumbel
 from trtllm_tree.kernels._row_law_torch import gumbel
 from trtllm_tree.kernels._row_law_torch import philox as torch_philox
@@ -198,6 +199,95 @@ def test_rows_take_every_way_to_their_token(device: str) -> None:
     for seed in range(3):
         given = parameters(settings, device, seed=seed)
         assert by_kernel(logits, given).tolist() == oracle(logits, given)
+
+
+FEW = gathered_shape(1)[1]
+
+
+def gathered_counts(logits: torch.Tensor, given: Parameters, num_gathering: int = 99) -> list[int]:
+    """How many ids of each row reach its likely rank."""
+    ranks = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    room = torch.empty(num_gathering, FEW, dtype=torch.int64, device=logits.device)
+    launch_likely_ranks(logits, given["temperatures"], given["top_ks"], ranks, room)
+    bits = logits.float().masked_fill(logits == 0, 0.0).view(torch.int32)
+    return ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >= ranks.unsqueeze(1)).sum(dim=1).tolist()
+
+
+def rows_at_the_edge_of_gathering(vocab: int) -> tuple[torch.Tensor, list[tuple[float, int, float, float]]]:
+    """Rows of which just enough, too few, just not too many and too many ids reach the likely logit."""
+    generator = torch.Generator().manual_seed(vocab)
+    settings = [
+        (2.0, 40, 0.9, 0.0),
+        (50.0, 20, 1.0, 0.0),
+        (2.0, 1, 0.5, 0.0),
+        (2.0, 30, 0.8, 0.0),
+        (1.5, 50, 1.0, 0.0),
+        (1.5, 1, 1.0, 0.0),
+        (1.5, 50, 1.0, 0.0),
+        (1.5, 20, 0.9, 0.0),
+        (1.5, 20, 0.9, 0.0),
+        (1.5, 0, 1.0, 0.0),
+        (1.5, 7, 1.0, 0.0),
+        # Each of twenty ids is drawn as often, so that some draw is the one that was not gathered.
+        *[(50.0, 20, 1.0, 0.0)] * 20,
+    ]
+    logits = torch.full((len(settings), vocab), -50.0)
+    # The likely logit is read off these ids.
+    seen = torch.arange(FEW) * vocab // FEW
+    unseen = torch.ones(vocab, dtype=torch.bool).index_fill(0, seen, False).nonzero().squeeze(1)
+    # Exactly top_k of two values, one less, and many more.
+    logits[0, seen[5:35]], logits[0, unseen[:10]] = 5.0, 6.0
+    logits[1, seen[5:23]], logits[1, unseen[:1]] = 5.0, 6.0
+    logits[2, torch.cat([seen[:150], unseen[:150]])] = 5 + torch.rand(300, generator=generator)
+    # Nine are above the rest, and the last kept ones are ties, most of which are left out.
+    logits[3] = 0.0
+    logits[3, seen[100:1000]] = 1.0
+    logits[3, unseen[:9]] = 2.0
+    # As many as there is room for, and one more.
+    for row, count in ((4, FEW), (5, FEW + 1)):
+        logits[row, torch.cat([seen[-1000:], unseen[1000 - count :]])] = 1.0
+    logits[5, vocab - 1] = 2.0
+    logits[6] = 1.0
+    logits[7] = -torch.inf
+    logits[8] = torch.randn(vocab, generator=generator)
+    logits[8, unseen[3]] = torch.nan
+    logits[9:11] = torch.randn(2, vocab, generator=generator)
+    logits[11:] = logits[1]
+    return logits, settings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_too_few_too_many_or_just_enough_ids_to_gather_make_no_difference(dtype, device: str) -> None:
+    logits, settings = rows_at_the_edge_of_gathering(6001)
+    logits = logits.to(dtype).to(device)
+    counts = gathered_counts(logits, parameters(settings, device))
+    assert (counts[0], counts[1], counts[3], counts[4], counts[5]) == (40, 19, 909, FEW, FEW + 1)
+    assert counts[6:8] == [6001, 6001] and counts[9] == 0
+    for seed in range(2):
+        given = parameters(settings, device, seed=seed)
+        want = oracle(logits, given)
+        assert by_reference(logits, given).tolist() == want
+        assert by_kernel(logits, given).tolist() == want
+
+
+@pytest.mark.parametrize("vocab", [FEW - 1, FEW, FEW + 1])
+def test_a_vocabulary_of_about_as_many_ids_as_are_gathered(vocab: int, device: str) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(6, vocab).mul(2).to(device)
+    settings = [
+        (1.5, k, p, 0.0) for k, p in ((50, 0.9), (1, 1.0), (vocab - 1, 1.0), (vocab, 0.9), (600, 0.99))
+    ]
+    given = parameters([*settings, (1.5, 50, 0.9, 0.0)], device)
+    assert by_kernel(logits, given).tolist() == oracle(logits, given)
+
+
+def test_a_row_gathers_what_a_small_top_k_needs_or_nothing(device: str) -> None:
+    torch.manual_seed(4)
+    settings = [(1.0, 50, 1.0, 0.0), (0.0, 50, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 9000, 1.0, 0.0)]
+    given = parameters([*settings, (1.0, 50, 1.0, 0.0)], device)
+    counts = gathered_counts(torch.randn(5, 20000, device=device), given, num_gathering=4)
+    assert 50 <= counts[0] <= 400
+    assert counts[1:] == [0] * 4
 
 
 @pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (1.3, 20, 0.9, 0.001), (0.0, 0, 1.0, 0.0)])

@@ -34,6 +34,18 @@ def best_key(rank, index):
 
 
 @triton.jit
+def id_of_best(key):
+    """The id of a `best_key`."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def rank_of_best(key):
+    """The rank of a `best_key`."""
+    return ((key >> 31) - 0x80000000).to(tl.int32)
+
+
+@triton.jit
 def gumbel(word):
     """-log(-log(u)) with u = (word + 1/2) / 2**32; word int32, its bits taken as unsigned.
 
@@ -91,24 +103,30 @@ def load_block(logits_ptr, start, vocab_size, UNUSED_BITS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def key_mass(key, peak, temperature, UNUSED_BITS: tl.constexpr):
-    """Mass of one id of this search key."""
-    rank = (key << UNUSED_BITS) | tl.where(key < 0, (1 << UNUSED_BITS) - 1, 0)
-    return mass_of(value_of(rank), peak, temperature)
+def value_of_key(key, UNUSED_BITS: tl.constexpr):
+    """The float32 of a search key that is not NaN's."""
+    return value_of((key << UNUSED_BITS) | tl.where(key < 0, (1 << UNUSED_BITS) - 1, 0))
 
 
 @triton.jit
-def boundary(
-    logits_ptr,
-    vocab_size,
-    peak,
-    temperature,
-    needed,
-    BY_MASS: tl.constexpr,
-    UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def mass_needed(top_p, total):
+    """How much of a total mass top-p keeps; in float64, which rounds alike everywhere."""
+    return tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def cut_of(peak, temperature, min_p):
+    """The lowest logit that min-p keeps; never above the peak, which stays."""
+    cut = tl.full([], float("-inf"), tl.float32)
+    if min_p > 0.0:
+        cut = tl.minimum(peak + temperature * tl.log(min_p), peak)
+    return cut
+
+
+@triton.jit
+def boundary(row, temperature, needed, BY_MASS: tl.constexpr, UNUSED_BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest key with less than `needed` (ids, or mass) above it, and how many ids of it that takes."""
+    logits_ptr, vocab_size, peak = row
     threshold = tl.full([], -(1 << (31 - UNUSED_BITS)), tl.int32)
     step = tl.full([], 1 << (30 - UNUSED_BITS), tl.int32)
     above = tl.zeros([], tl.int64)
@@ -132,22 +150,14 @@ def boundary(
         step = step >> 2
     each = tl.full([], 1, tl.int64)
     if BY_MASS:
-        each = tl.maximum(each, key_mass(threshold, peak, temperature, UNUSED_BITS))
+        each = tl.maximum(each, mass_of(value_of_key(threshold, UNUSED_BITS), peak, temperature))
     return threshold, (needed - above + each - 1) // each
 
 
 @triton.jit
-def kept_mass(
-    logits_ptr,
-    vocab_size,
-    peak,
-    temperature,
-    threshold,
-    num_ties,
-    UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def kept_mass(row, temperature, threshold, num_ties, UNUSED_BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Mass of the ids above the threshold and of `num_ties` at it."""
+    logits_ptr, vocab_size, peak = row
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab_size, BLOCK):
         _index, value, key = load_block(logits_ptr, start, vocab_size, UNUSED_BITS, BLOCK)
@@ -155,41 +165,27 @@ def kept_mass(
     ties = tl.zeros([], tl.int64)
     # Without top-k there are none, and the threshold is no logit's key.
     if num_ties > 0:
-        ties = num_ties * key_mass(threshold, peak, temperature, UNUSED_BITS)
+        ties = num_ties * mass_of(value_of_key(threshold, UNUSED_BITS), peak, temperature)
     return tl.sum(total, axis=0) + ties
 
 
 @triton.jit
-def kept_range(
-    logits_ptr,
-    vocab_size,
-    peak,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What a row keeps: keys above a threshold, so many of the lowest ids at it, and of these logits from a cut on."""
+def kept_range(row, law, UNUSED_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """What top-k and top-p keep of a row: keys above a threshold, and so many of the lowest ids at it.
+
+    `row` is (address, vocabulary size, largest logit), `law` (temperature, top_k, top_p, min_p); so everywhere.
+    """
+    _logits_ptr, vocab_size, _peak = row
+    temperature, top_k, top_p, _min_p = law
     threshold = tl.full([], -(1 << (31 - UNUSED_BITS)), tl.int32)
     num_ties = tl.zeros([], tl.int64)
     if (top_k > 0) & (top_k < vocab_size):
-        threshold, num_ties = boundary(
-            logits_ptr, vocab_size, peak, temperature, top_k.to(tl.int64), False, UNUSED_BITS, BLOCK
-        )
+        threshold, num_ties = boundary(row, temperature, top_k.to(tl.int64), False, UNUSED_BITS, BLOCK)
     if top_p < 1.0:
-        total = kept_mass(logits_ptr, vocab_size, peak, temperature, threshold, num_ties, UNUSED_BITS, BLOCK)
-        # In float64, which rounds alike everywhere. Ids at the boundary have equal mass, so this keeps no more of
-        # them than top-k does.
-        needed = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-        threshold, num_ties = boundary(
-            logits_ptr, vocab_size, peak, temperature, needed, True, UNUSED_BITS, BLOCK
-        )
-    cut = tl.full([], float("-inf"), tl.float32)
-    if min_p > 0.0:
-        cut = peak + temperature * tl.log(min_p)
-    return threshold, num_ties, cut
+        total = kept_mass(row, temperature, threshold, num_ties, UNUSED_BITS, BLOCK)
+        # Ids at the boundary have equal mass, so this keeps no more of them than top-k does.
+        threshold, num_ties = boundary(row, temperature, mass_needed(top_p, total), True, UNUSED_BITS, BLOCK)
+    return threshold, num_ties
 
 
 @triton.jit

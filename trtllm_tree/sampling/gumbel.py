@@ -47,8 +47,11 @@ class SlotDraws:
         self._row_positions = torch.zeros(max_rows, **longs)
         self._row_options = torch.zeros(4 * max_rows, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._workspace = torch.zeros(workspace_shape(max_rows), **longs)
-        self._gathered = torch.empty(gathered_shape(max_rows), **longs)
+        # What ops that draw need beside their arguments; one call after the other, they may share it.
+        self.buffers = {
+            "workspace": torch.zeros(workspace_shape(max_rows), **longs),
+            "gathered": torch.empty(gathered_shape(max_rows), **longs),
+        }
         self._greedy_workspace = torch.zeros(greedy_workspace_shape(max_rows), **longs)
 
     @property
@@ -87,9 +90,7 @@ class SlotDraws:
         if self.is_greedy:
             return greedy_tokens(logits, tokens=tokens, workspace=self._greedy_workspace)
         parameters = self.row_parameters(slots, positions)
-        return sampled_tokens(
-            logits, **parameters, tokens=tokens, workspace=self._workspace, gathered=self._gathered
-        )
+        return sampled_tokens(logits, **parameters, tokens=tokens, **self.buffers)
 
     def row_parameters(self, slots: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the ops that draw want to know of each row; arguments as for `draw`, overwritten by the next call."""

@@ -72,6 +72,7 @@ class TreeRejectionSampler(WalkSampler):
                 **self._draws.row_parameters(slots, positions),
                 draft_probs=self._draft_probs(slots),
                 tokens=self._target[: tokens.numel()],
+                **self._draws.buffers,
             )
         return self.accept(tokens, target.view(tokens.shape), tree=tree)
 

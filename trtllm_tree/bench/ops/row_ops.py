@@ -103,6 +103,13 @@ def _parameters(case: Case, rows: int, device: torch.device) -> dict[str, torch.
     }
 
 
+def _row_buffers(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "workspace": logits.new_zeros(sampled_workspace_shape(len(logits)), dtype=torch.int64),
+        "gathered": logits.new_empty(gathered_shape(len(logits)), dtype=torch.int64),
+    }
+
+
 def _rejection_cost(case: Case) -> Cost:
     # As a draw, and each row's candidate and parent.
     return Cost(case["B"] * case["N"] * (case["V"] * case.torch_dtype.itemsize + 11 * _WORD))
@@ -118,14 +125,12 @@ def _rejection(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        return lambda: rejection_tokens(logits, candidates, parents, **parameters, tokens=tokens)
+        buffers = _row_buffers(logits)
+        return lambda: rejection_tokens(logits, candidates, parents, **parameters, tokens=tokens, **buffers)
 
     def plain_draw(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        buffers = {
-            "workspace": logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64),
-            "gathered": logits.new_empty(gathered_shape(rows), dtype=torch.int64),
-        }
+        buffers = _row_buffers(logits)
         return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
 
     def probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -149,10 +154,7 @@ def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
-        buffers = {
-            "workspace": logits.new_zeros(sampled_workspace_shape(rows), dtype=torch.int64),
-            "gathered": logits.new_empty(gathered_shape(rows), dtype=torch.int64),
-        }
+        buffers = _row_buffers(logits)
         return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
 
     def gumbel(logits: torch.Tensor) -> torch.Tensor:

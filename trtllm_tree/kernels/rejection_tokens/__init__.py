@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_tree.kernels._row_buffers import gathered_shape, row_buffers, workspace_shape
 from trtllm_tree.kernels.dispatch import use_triton
+
+__all__ = ["MAX_NODES", "gathered_shape", "rejection_tokens", "workspace_shape"]
 
 MAX_NODES = 256
 
@@ -28,6 +31,8 @@ def rejection_tokens(
     min_ps: torch.Tensor,
     draft_probs: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The token behind each node: that of its first accepted child, or a draw from what all of them leave.
 
@@ -59,9 +64,12 @@ def rejection_tokens(
             node's children were drawn from, in the order of their ids, without replacement. A row of zeros says
             that they were chosen. None: all were.
         tokens: int32 [M] output, allocated when None.
+        workspace: int64 of at least `workspace_shape(M)`, contiguous, zero at first use; allocated when None. Calls
+            that may overlap need one each. The reference ignores it.
+        gathered: int64 of at least `gathered_shape(M)`, contiguous, allocated when None; otherwise as `workspace`.
 
-    All one-dimensional tensors are contiguous. With tokens given nothing is allocated and nothing syncs on a GPU
-    (CUDA-graph safe).
+    All one-dimensional tensors are contiguous. With tokens and both buffers given nothing is allocated and nothing
+    syncs on a GPU (CUDA-graph safe).
 
     Returns:
         tokens, every element written.
@@ -97,8 +105,12 @@ def rejection_tokens(
         assert draft_probs.shape[2] <= vocab_size, "draft_probs must not have more ids than logits"
     parameters = (seeds, positions, temperatures, top_ks, top_ps, min_ps)
     if use_triton(logits):
-        from trtllm_tree.kernels.rejection_tokens.triton import launch as run
+        from trtllm_tree.kernels.rejection_tokens.triton import launch
+
+        buffers = row_buffers(logits, workspace, gathered)
+        launch(logits, candidates, parents, *parameters, draft_probs, tokens, *buffers)
     else:
-        from trtllm_tree.kernels.rejection_tokens.reference import reference as run
-    run(logits, candidates, parents, *parameters, draft_probs, tokens)
+        from trtllm_tree.kernels.rejection_tokens.reference import reference
+
+        reference(logits, candidates, parents, *parameters, draft_probs, tokens)
     return tokens

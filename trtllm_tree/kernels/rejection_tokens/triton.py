@@ -1,239 +1,67 @@
-"""rejection_tokens in Triton: one program a row, which streams its row as often as its law needs.
+"""rejection_tokens in Triton: a pass of tiles over all rows, and then one program a row.
 
-Unrestricted that is twice: for the peak, and for the sum of what is kept together with the draw from what the children
-leave. That draw needs no children tried: it counts only where all of them are rejected. Children that were drawn and
-not chosen take one more pass for each that is rejected.
+The tiles find each row's largest logit, and gather what may be among the first ids of a row with a small top-k; such a
+row is not read again. Any other is streamed once more, for the sum of what is kept together with the draw from what the
+children leave, and before that as often as its last kept logit takes to find. That draw needs no children tried: it
+counts only where all of them are rejected. Children that were drawn and not chosen take one more pass for each that is
+rejected.
 """
 
 from __future__ import annotations
 
 import torch
 
+from trtllm_tree.kernels._few import append, launch_likely_ranks, likely_rank_specs
+from trtllm_tree.kernels._row_buffers import gathered_shape
 from trtllm_tree.kernels._row_law import (
     UNUSED_LOGIT_BITS,
     best_key,
-    kept_range,
-    load_block,
+    id_of_best,
     mass_of,
-    noise,
     rank_of,
+    rank_of_best,
     uniform,
     value_of,
 )
 from trtllm_tree.kernels._triton import tl, triton
+from trtllm_tree.kernels.rejection_tokens.filtered import is_kept, kept_draw
+from trtllm_tree.kernels.rejection_tokens.siblings import first_chosen, first_drawn, offered_masses
 
+_TILE = 2048
+_TILE_WARPS = 4
 _BLOCK = 2048
-_NUM_WARPS = 16
+# Warps of a row's program, and where the rows are too few to fill a GPU or eight warps' registers to hold a block.
+_NUM_WARPS, _MORE_WARPS = 8, 16
+_FEW_ROWS = 256
 
 
 @triton.jit
-def _kept_draw(
+def rejection_tokens_kernel_tiles(
     logits_ptr,
+    likely_ranks_ptr,
+    workspace_ptr,
+    gathered_ptr,
+    row_stride,
     vocab_size,
-    peak,
-    seed,
-    position,
-    temperature,
-    threshold,
-    num_ties,
-    cut,
-    children,
     UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """Mass of what is kept, the last kept id at the threshold, and a draw from what is kept and no child.
-
-    `children` int32 holds the children's tokens, and the largest int32 elsewhere.
-    """
-    num_seen = tl.zeros([], tl.int64)
-    last_tie = tl.full([], -1, tl.int32)
-    total = tl.zeros([BLOCK], tl.int64)
-    best = tl.zeros([BLOCK], tl.int64)
-    child = tl.min(children, axis=0)
-    for start in range(0, vocab_size, BLOCK):
-        index, value, key = load_block(logits_ptr, start, vocab_size, UNUSED_BITS, BLOCK)
-        kept = key > threshold
-        if num_ties > 0:
-            is_tie = key == threshold
-            order = num_seen + tl.cumsum(is_tie.to(tl.int32), axis=0)
-            num_seen += tl.sum(is_tie.to(tl.int32), axis=0)
-            is_tie = is_tie & (order <= num_ties)
-            last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, index, -1), axis=0))
-            kept = kept | is_tie
-        kept = kept & (value >= cut) & (index < vocab_size)
-        total += tl.where(kept, mass_of(value, peak, temperature), 0)
-        # Children in the order of their tokens, so that each is met in its own block and nowhere else.
-        while child < start + BLOCK:
-            kept = kept & (index != child)
-            child = tl.min(tl.where(children > child, children, 0x7FFFFFFF), axis=0)
-        score = value + temperature * noise(seed, position, start, BLOCK)
-        best = tl.maximum(best, tl.where(kept, best_key(rank_of(score), index), 0))
-    token = 0x7FFFFFFF - (tl.max(best, axis=0) & 0x7FFFFFFF).to(tl.int32)
-    return tl.sum(total, axis=0), last_tie, token
-
-
-@triton.jit
-def _first_chosen(valid, candidates, mass, number, total, token, BLOCK_NODES: tl.constexpr):
-    """The token of the first accepted child of those that were chosen; `token` if there is none."""
-    node = tl.arange(0, BLOCK_NODES)
-    child = tl.min(tl.where(valid, node, BLOCK_NODES), axis=0)
-    while child < BLOCK_NODES:
-        here = node == child
-        wanted = tl.sum(tl.where(here, mass, 0), axis=0)
-        its_token = tl.sum(tl.where(here, candidates, 0), axis=0)
-        accepted = tl.sum(tl.where(here, number, 0.0), axis=0) * total.to(tl.float64) < wanted.to(tl.float64)
-        token = tl.where(accepted, its_token, token)
-        total -= wanted
-        mass = tl.where(candidates == its_token, 0, mass)
-        following = tl.min(tl.where(valid & (node > child), node, BLOCK_NODES), axis=0)
-        child = tl.where(accepted, BLOCK_NODES, following)
-    return token
-
-
-@triton.jit
-def _offered(draft_ptr, index, draft_vocab_size):
-    """Masses int64 of the draft at some ids."""
-    in_draft = (index >= 0) & (index < draft_vocab_size)
-    return (tl.load(draft_ptr + index, mask=in_draft, other=0.0) * 1099511627776.0).to(tl.int64)
-
-
-@triton.jit
-def _take(left, offered, scale):
-    """What a rejection leaves of the target's masses."""
-    return tl.maximum(left - (scale * offered.to(tl.float64)).to(tl.int64), 0)
-
-
-@triton.jit
-def _left(
-    logits_ptr,
-    draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    peak,
-    seed,
-    position,
-    temperature,
-    threshold,
-    last_tie,
-    cut,
-    missed,
-    scales,
-    DRAWS: tl.constexpr,
-    UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
-    """What the children that `missed` leave of the target, each at its `scales`: its mass, or a draw from it."""
-    node = tl.arange(0, BLOCK_NODES)
-    result = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        index, value, key = load_block(logits_ptr, start, vocab_size, UNUSED_BITS, BLOCK)
-        kept = (key > threshold) | ((key == threshold) & (index <= last_tie))
-        kept = kept & (value >= cut) & (index < vocab_size)
-        left = tl.where(kept, mass_of(value, peak, temperature), 0)
-        offered = _offered(draft_ptr, index, draft_vocab_size)
-        child = tl.min(tl.where(missed, node, BLOCK_NODES), axis=0)
-        while child < BLOCK_NODES:
-            # A child's own mass is gone with its rejection, so its later offers need not be taken out.
-            left = _take(left, offered, tl.sum(tl.where(node == child, scales, 0.0), axis=0))
-            child = tl.min(tl.where(missed & (node > child), node, BLOCK_NODES), axis=0)
-        if DRAWS:
-            score = tl.log(tl.maximum(left, 1).to(tl.float32)) + noise(seed, position, start, BLOCK)
-            result = tl.maximum(result, tl.where(left > 0, best_key(rank_of(score), index), 0))
-        else:
-            result += left
-    return tl.max(result, axis=0) if DRAWS else tl.sum(result, axis=0)
-
-
-@triton.jit
-def _first_drawn(
-    logits_ptr,
-    draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    peak,
-    seed,
-    position,
-    temperature,
-    threshold,
-    last_tie,
-    cut,
-    valid,
-    candidates,
-    mass,
-    number,
-    total,
-    draft_total,
-    UNUSED_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-):
-    """The token of the first accepted child of those that were drawn, or a draw from what they leave."""
-    node = tl.arange(0, BLOCK_NODES)
-    token = tl.full([], -1, tl.int32)
-    missed = node < 0
-    scales = tl.zeros([BLOCK_NODES], tl.float64)
-    offered = tl.where(valid, _offered(draft_ptr, candidates, draft_vocab_size), 0)
-    child = tl.min(tl.where(offered > 0, node, BLOCK_NODES), axis=0)
-    while child < BLOCK_NODES:
-        here = node == child
-        scale = total.to(tl.float64) / draft_total.to(tl.float64)
-        its_offer = tl.sum(tl.where(here, offered, 0), axis=0)
-        its_token = tl.sum(tl.where(here, candidates, 0), axis=0)
-        bound = tl.sum(tl.where(here, number, 0.0), axis=0) * (scale * its_offer.to(tl.float64))
-        accepted = bound < tl.sum(tl.where(here, mass, 0), axis=0).to(tl.float64)
-        if accepted == 0:
-            missed = missed | here
-            scales = tl.where(here, scale, scales)
-            total = _left(
-                logits_ptr,
-                draft_ptr,
-                vocab_size,
-                draft_vocab_size,
-                peak,
-                seed,
-                position,
-                temperature,
-                threshold,
-                last_tie,
-                cut,
-                missed,
-                scales,
-                False,
-                UNUSED_BITS,
-                BLOCK,
-                BLOCK_NODES,
-            )
-            mass = _take(mass, offered, scale)
-            draft_total -= its_offer
-            offered = tl.where(candidates == its_token, 0, offered)
-        # Laws that are one but for rounding leave nothing.
-        accepted = accepted | (total == 0)
-        token = tl.where(accepted, its_token, token)
-        child = tl.min(tl.where((offered > 0) & (node > child), node, BLOCK_NODES), axis=0)
-        child = tl.where(accepted, BLOCK_NODES, child)
-    if token < 0:
-        best = _left(
-            logits_ptr,
-            draft_ptr,
-            vocab_size,
-            draft_vocab_size,
-            peak,
-            seed,
-            position,
-            temperature,
-            threshold,
-            last_tie,
-            cut,
-            missed,
-            scales,
-            True,
-            UNUSED_BITS,
-            BLOCK,
-            BLOCK_NODES,
-        )
-        token = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-    return token
+    row = tl.program_id(0).to(tl.int64)
+    workspace_ptr += 2 * row
+    index = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = index < vocab_size
+    value = tl.load(logits_ptr + row * row_stride + index, mask=mask, other=float("-inf")).to(tl.float32)
+    rank = rank_of(value)
+    # Padding has the highest ids of its row, so that it loses even among nothing but -inf.
+    highest = tl.max(rank, axis=0)
+    token = tl.min(tl.where(rank == highest, index, 0x7FFFFFFF), axis=0)
+    tl.atomic_max(workspace_ptr, best_key(highest, token), sem="relaxed")
+    likely_rank = tl.load(likely_ranks_ptr + row)
+    if likely_rank < 0x7FFFFFFF:
+        reaches = mask & (rank >= likely_rank)
+        append(gathered_ptr + row * FEW, workspace_ptr + 1, rank, index, reaches, UNUSED_BITS, ID_BITS, FEW)
 
 
 @triton.jit
@@ -249,6 +77,8 @@ def rejection_tokens_kernel(
     top_ps_ptr,
     min_ps_ptr,
     tokens_ptr,
+    workspace_ptr,
+    gathered_ptr,
     row_stride,
     candidates_stride_b,
     parents_stride_b,
@@ -257,35 +87,30 @@ def rejection_tokens_kernel(
     num_nodes,
     HAS_DRAFT: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
+    ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     request, parent = row // num_nodes, (row % num_nodes).to(tl.int32)
     logits_ptr += row * row_stride
-    best = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        index, value, _key = load_block(logits_ptr, start, vocab_size, UNUSED_BITS, BLOCK)
-        best = tl.maximum(best, tl.where(index < vocab_size, best_key(rank_of(value), index), 0))
-    top = tl.max(best, axis=0)
-    token = 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32)
-    rank = ((top >> 31) - 0x80000000).to(tl.int32)
+    # One thread reads and clears, so that none reads what is already cleared.
+    best = tl.atomic_xchg(workspace_ptr + 2 * row, tl.zeros([], tl.int64), sem="relaxed")
+    count = tl.atomic_xchg(workspace_ptr + 2 * row + 1, tl.zeros([], tl.int64), sem="relaxed")
+    token = id_of_best(best)
     temperature = tl.load(temperatures_ptr + row)
-    if rank == 0x7FFFFFFF:
+    if rank_of_best(best) == 0x7FFFFFFF:
         token = -1
     elif temperature > 0.0:
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        peak = value_of(rank)
-        threshold, num_ties, cut = kept_range(
-            logits_ptr,
-            vocab_size,
-            peak,
+        peak = value_of(rank_of_best(best))
+        whole_row = (logits_ptr, vocab_size, peak)
+        draw = (tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        law = (
             temperature,
             tl.load(top_ks_ptr + row),
             tl.load(top_ps_ptr + row),
             tl.load(min_ps_ptr + row),
-            UNUSED_BITS,
-            BLOCK,
         )
         node = tl.arange(0, BLOCK_NODES)
         exists = node < num_nodes
@@ -293,51 +118,34 @@ def rejection_tokens_kernel(
         parents = tl.load(parents_ptr + request * parents_stride_b + node, mask=exists, other=-2)
         candidates = tl.load(candidates_ptr + request * candidates_stride_b + node, mask=exists, other=-1)
         is_child = (parents == parent) & (node > parent)
-        number = uniform(seed, position, tl.cumsum(is_child.to(tl.int32), axis=0) - 1)
+        number = uniform(draw[0], draw[1], tl.cumsum(is_child.to(tl.int32), axis=0) - 1)
         valid = is_child & (candidates >= 0) & (candidates < vocab_size)
         children = tl.where(valid, candidates, 0x7FFFFFFF)
-        total, last_tie, token = _kept_draw(
-            logits_ptr,
-            vocab_size,
-            peak,
-            seed,
-            position,
-            temperature,
-            threshold,
-            num_ties,
-            cut,
-            children,
-            UNUSED_BITS,
-            BLOCK,
+        few_ptr = gathered_ptr + row * FEW
+        total, kept, token = kept_draw(
+            whole_row, law, draw, children, few_ptr, count, UNUSED_BITS, ID_BITS, BLOCK, FEW
         )
         value = tl.load(logits_ptr + candidates, mask=valid, other=float("-inf")).to(tl.float32)
-        key = rank_of(value) >> UNUSED_BITS
-        kept = valid & (value >= cut) & ((key > threshold) | ((key == threshold) & (candidates <= last_tie)))
-        mass = tl.where(kept, mass_of(value, peak, temperature), 0)
+        in_law = valid & is_kept(rank_of(value) >> UNUSED_BITS, value, candidates, kept)
+        mass = tl.where(in_law, mass_of(value, peak, temperature), 0)
+        draft = (draft_probs_ptr + row * draft_vocab_size, draft_vocab_size)
         draft_total = tl.zeros([], tl.int64)
-        if HAS_DRAFT:
-            draft_probs_ptr += row * draft_vocab_size
-            # Nothing was drawn where there is no child.
-            if tl.max((is_child & (candidates >= 0)).to(tl.int32), axis=0) > 0:
-                sums = tl.zeros([BLOCK], tl.int64)
-                for start in range(0, draft_vocab_size, BLOCK):
-                    sums += _offered(draft_probs_ptr, start + tl.arange(0, BLOCK), draft_vocab_size)
-                draft_total = tl.sum(sums, axis=0)
+        # Nothing was drawn where there is no child.
+        has_children = tl.max((is_child & (candidates >= 0)).to(tl.int32), axis=0) > 0
+        if HAS_DRAFT and has_children:
+            sums = tl.zeros([BLOCK], tl.int64)
+            for start in range(0, draft_vocab_size, BLOCK):
+                sums += offered_masses(draft, start + tl.arange(0, BLOCK))
+            draft_total = tl.sum(sums, axis=0)
         if draft_total == 0:
-            token = _first_chosen(valid, candidates, mass, number, total, token, BLOCK_NODES)
+            token = first_chosen(valid, candidates, mass, number, total, token, BLOCK_NODES)
         elif HAS_DRAFT:
-            token = _first_drawn(
-                logits_ptr,
-                draft_probs_ptr,
-                vocab_size,
-                draft_vocab_size,
-                peak,
-                seed,
-                position,
+            token = first_drawn(
+                whole_row,
                 temperature,
-                threshold,
-                last_tie,
-                cut,
+                draw,
+                draft,
+                kept,
                 valid,
                 candidates,
                 mass,
@@ -363,12 +171,35 @@ def launch(
     min_ps: torch.Tensor,
     draft_probs: torch.Tensor | None,
     tokens: torch.Tensor,
+    workspace: torch.Tensor,
+    gathered: torch.Tensor,
 ) -> None:
     """Fill `tokens` int32 [M]; arguments as in the op."""
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
     num_nodes = candidates.shape[1]
+    padded = max(16, triton.next_power_of_2(vocab_size))
+    tile = min(_TILE, padded)
+    sizes = {
+        "UNUSED_BITS": UNUSED_LOGIT_BITS[logits.dtype],
+        "ID_BITS": vocab_size.bit_length(),
+        "FEW": gathered.shape[1],
+    }
+    needs_more = num_rows <= _FEW_ROWS or logits.dtype == torch.float32
+    # The tokens' places hold the likely ranks until the last of the three writes them.
+    launch_likely_ranks(logits, temperatures, top_ks, tokens, gathered)
+    rejection_tokens_kernel_tiles[(num_rows, triton.cdiv(vocab_size, tile))](
+        logits,
+        tokens,
+        workspace,
+        gathered,
+        logits.stride(0),
+        vocab_size,
+        TILE=tile,
+        num_warps=_TILE_WARPS,
+        **sizes,
+    )
     rejection_tokens_kernel[(num_rows,)](
         logits,
         candidates,
@@ -382,6 +213,8 @@ def launch(
         top_ps,
         min_ps,
         tokens,
+        workspace,
+        gathered,
         logits.stride(0),
         candidates.stride(0),
         parents.stride(0),
@@ -389,35 +222,40 @@ def launch(
         0 if draft_probs is None else draft_probs.shape[2],
         num_nodes,
         HAS_DRAFT=draft_probs is not None,
-        UNUSED_BITS=UNUSED_LOGIT_BITS[logits.dtype],
-        BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(vocab_size))),
+        BLOCK=min(_BLOCK, padded),
         BLOCK_NODES=max(2, triton.next_power_of_2(num_nodes)),
-        num_warps=_NUM_WARPS,
+        num_warps=_MORE_WARPS if needs_more else _NUM_WARPS,
+        **sizes,
     )
 
 
 def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """Representative instances for the ahead-of-time compile test: 64 and 256 nodes, children chosen and drawn."""
-    types = dict.fromkeys(("seeds", "positions"), "*i64") | dict.fromkeys(
-        ("candidates", "parents", "top_ks", "tokens"), "*i32"
+    types = dict.fromkeys(("seeds", "positions", "workspace", "gathered"), "*i64") | dict.fromkeys(
+        ("candidates", "parents", "top_ks", "tokens", "likely_ranks"), "*i32"
     )
-    specs = []
-    for dtype, name, aligned, has_draft, nodes in (
-        (torch.bfloat16, "bf16", ":16", False, 64),
-        (torch.float16, "fp16", ":16", True, 64),
-        (torch.float32, "fp32", ":16", False, 256),
-        (torch.float32, "fp32", "", True, 64),
+    specs = likely_rank_specs()
+    for dtype, name, aligned, has_draft, nodes, num_warps in (
+        (torch.bfloat16, "bf16", ":16", False, 64, _NUM_WARPS),
+        (torch.bfloat16, "bf16", ":16", True, 64, _MORE_WARPS),
+        (torch.float16, "fp16", ":16", True, 64, _NUM_WARPS),
+        (torch.float32, "fp32", ":16", False, 256, _MORE_WARPS),
+        (torch.float32, "fp32", "", True, 64, _MORE_WARPS),
     ):
-        names = [
-            arg.removesuffix("_ptr") for arg in rejection_tokens_kernel.arg_names if arg.endswith("_ptr")
-        ]
-        signature = {f"{arg}_ptr": f"{types.get(arg, '*fp32')}:16" for arg in names}
-        signature["logits_ptr"] = f"*{name}{aligned}"
-        signature |= {"row_stride": f"i32{aligned}", "vocab_size": f"i32{aligned}"}
-        signature |= dict.fromkeys(
-            ("candidates_stride_b", "parents_stride_b", "draft_vocab_size", "num_nodes"), "i32"
-        )
-        constexprs = {"HAS_DRAFT": has_draft, "UNUSED_BITS": UNUSED_LOGIT_BITS[dtype], "BLOCK": _BLOCK}
-        constexprs["BLOCK_NODES"] = nodes
-        specs.append((rejection_tokens_kernel, signature, constexprs, {"num_warps": _NUM_WARPS}))
+        sizes = {"UNUSED_BITS": UNUSED_LOGIT_BITS[dtype], "ID_BITS": 17, "FEW": gathered_shape(1)[1]}
+        tail = {"HAS_DRAFT": has_draft, "BLOCK": _BLOCK, "BLOCK_NODES": nodes}
+        for kernel, constexprs, warps in (
+            (rejection_tokens_kernel_tiles, {"TILE": _TILE}, _TILE_WARPS),
+            (rejection_tokens_kernel, tail, num_warps),
+        ):
+            signature = {}
+            for arg in kernel.arg_names:
+                stem = arg.removesuffix("_ptr")
+                signature[arg] = f"{types.get(stem, '*fp32')}:16" if arg != stem else "i32"
+            signature["logits_ptr"] = f"*{name}{aligned}"
+            signature |= {"row_stride": f"i32{aligned}", "vocab_size": f"i32{aligned}"}
+            # Eight warps with many rows are faster, by a seventh on an H200, although some of it spills.
+            spill_bytes = 40 if warps == _NUM_WARPS else 0
+            options = {"num_warps": warps, "spill_bytes": spill_bytes}
+            specs.append((kernel, signature, sizes | constexprs, options))
     return specs

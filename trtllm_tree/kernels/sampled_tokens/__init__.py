@@ -1,6 +1,6 @@
 """Op `sampled_tokens`: the seeded draw of every logits row, each with its own sampling parameters.
 
-Owns the law, the noise, the workspace layout, the checks and the dispatch. It must not know what a row is (a decode
+Owns the law, the noise, the checks and the dispatch. It must not know what a row is (a decode
 row, a tree node) or how its position came about.
 
 Legend: M rows, V vocabulary.
@@ -10,25 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from trtllm_tree.kernels._row_buffers import gathered_shape, row_buffers, workspace_shape
 from trtllm_tree.kernels.dispatch import use_triton
 
-# Rows with a top-k that gather their first ids, and how many; further rows search for theirs, which takes longer.
-_GATHERING_ROWS = 4096
-_GATHERED = 2048
-
-
-def workspace_shape(num_rows: int) -> tuple[int, int]:
-    """Shape of the int64 workspace.
-
-    A row holds its best id so far with what makes it the best, as one number, a counter of finished tiles, and its
-    largest logit so far. It must be zero when it is first used; the op leaves it zero.
-    """
-    return num_rows, 3
-
-
-def gathered_shape(num_rows: int) -> tuple[int, int]:
-    """Shape of the int64 buffer that rows with a top-k gather their first ids in; it may hold anything."""
-    return min(num_rows, _GATHERING_ROWS), _GATHERED
+__all__ = ["gathered_shape", "sampled_tokens", "workspace_shape"]
 
 
 def sampled_tokens(
@@ -93,13 +78,7 @@ def sampled_tokens(
     if use_triton(logits):
         from trtllm_tree.kernels.sampled_tokens.triton import launch
 
-        needed, room = workspace_shape(num_rows), gathered_shape(num_rows)
-        workspace = logits.new_zeros(needed, dtype=torch.int64) if workspace is None else workspace
-        gathered = logits.new_empty(room, dtype=torch.int64) if gathered is None else gathered
-        for name, buffer, shape in (("workspace", workspace, needed), ("gathered", gathered, room)):
-            assert buffer.dtype == torch.int64 and buffer.is_contiguous(), f"{name} must be int64 rows"
-            assert buffer.shape[0] >= shape[0] and buffer.shape[1:] == shape[1:], f"{name} is not {shape}"
-        launch(logits, *parameters, tokens, workspace, gathered)
+        launch(logits, *parameters, tokens, *row_buffers(logits, workspace, gathered))
     else:
         from trtllm_tree.kernels.sampled_tokens.reference import reference
 
