@@ -91,6 +91,53 @@ def test_what_would_be_read_otherwise_in_a_regex_is_refused(regex: str) -> None:
     assert schema_faults({"type": "string", "pattern": regex})
 
 
+# The same for what the JSON reader, which is another one, reads rightly.
+MISREAD = {
+    r"x[\^]y": "xoy",
+    r"[\^a]{3}": "bcd",
+    r"[\^-a]": "b",
+    r"[\u005ea]": "b",
+    r"[\u{5E}a]": "b",
+    r"[\x5e-a]": "b",
+    r"a|[\^b]": "c",
+    r"\x41b": "\u041b",
+    r"[\x41b]": "\u041b",
+    r"\xzz": "xzz",
+    r"\041": "\x0041",
+    r"[^]a]": "xa]",
+}
+
+
+@pytest.mark.parametrize("regex", MISREAD)
+def test_classes_and_codes_that_would_be_read_otherwise_are_refused(regex: str) -> None:
+    assert matched(regex, MISREAD[regex]), "xgrammar holds it now: serve it"
+    (problem,) = GuidedDecodingParams(regex=regex).problems()
+    assert problem.option == "guided_decoding.regex"
+    assert "position" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("regex", "held", "other"),
+    [
+        (r"[a\^]", "^", "b"),
+        (r"[^\^]", "a", "^"),
+        (r"[^\^a]", "b", "a"),
+        (r"[\]a]", "]", "\\"),
+        (r"[\-a]", "-", "b"),
+        (r"[a\-z]", "-", "b"),
+        (r"[\]-a]", "_", "b"),
+        (r"\^[\\^a]", "^^", "^b"),
+        (r"\[\^a", "[^a", "[b"),
+        (r"[[\^a]", "^", "b"),
+        (r"\x41[\x5d]", "A]", "A\\"),
+    ],
+)
+def test_classes_with_escaped_signs_are_held(regex: str, held: str, other: str) -> None:
+    assert GuidedDecodingParams(regex=regex).problems() == []
+    assert matched(regex, held)
+    assert not matched(regex, other)
+
+
 @pytest.mark.parametrize(
     ("regex", "text"),
     [

@@ -255,6 +255,7 @@ def test_what_the_model_or_the_tables_cannot_hold_is_refused(plain: LLM) -> None
         ({"logit_bias": {vocab: 1.0}}, "logit_bias"),
         ({"bad_words_ids": [[5, vocab]]}, "bad_words_ids"),
         ({"min_tokens": 2, "stop_token_ids": [vocab]}, "stop_token_ids"),
+        ({"stop_token_ids": [5, 10**6]}, "stop_token_ids"),
         ({"bad_words_ids": [[5] * 33]}, "bad_words"),
         ({"bad_words_ids": [[token] for token in range(vocab)]}, "bad_words"),
         ({"bad_words_ids": [[5, 6 + i // 250, i % 250] for i in range(513)]}, "bad_words"),

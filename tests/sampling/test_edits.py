@@ -241,7 +241,7 @@ def test_a_step_brings_nothing_to_the_device_and_reads_nothing_back(shape: str) 
     slots = [0, 1, 2, 3, 4]
     edits.plan(slots)
     logprobs.plan(slots)
-    assert edits.kind == EditKind(16, True, 8, 8, True) and logprobs.kind == 5
+    assert edits.kind == EditKind(16, True, 8, 8, True) and logprobs.kind == (5, True)
     logits = torch.zeros(5 * num_nodes, VOCAB, device="meta")
     tokens = torch.zeros(5, num_nodes, dtype=torch.int32, device="meta")
     positions = torch.zeros(5, num_nodes, dtype=torch.int64, device="meta")
@@ -252,6 +252,31 @@ def test_a_step_brings_nothing_to_the_device_and_reads_nothing_back(shape: str) 
         edits.apply(logits, on_device, None if shape == "row" else tokens, tree, positions)
         logprobs.take(tokens if tree is not None else None, tokens)
     assert {device for _, device in operands.seen} == {"meta"}, operands.seen
+
+
+def test_raw_logits_are_copied_only_for_a_request_that_is_edited_and_wants_its_own(device) -> None:
+    edits = LogitEdits(4, 3, VOCAB, device=device)
+    edits.reset(0, SamplingParams(logit_bias={3: 50.0}, repetition_penalty=1.5), [5, 6])
+    edits.use_bitmask(1, True)
+    edits.bitmask[:] = 1
+    logprobs = TargetLogprobs(edits)
+    raw = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5)).to(device)
+    for wants, copies in ((2, False), (0, True), (1, True)):
+        for slot in range(4):
+            logprobs.reset(slot, 1 if slot == wants else None)
+        edits.plan([0, 1, 2])
+        logprobs.plan([0, 1, 2])
+        logits = raw.clone()
+        logprobs.keep(logits)
+        assert (logprobs._raw is logits) is not copies
+        positions = torch.full((3, 1), 9, device=device)
+        edits.apply(logits, torch.tensor([0, 1, 2], device=device), None, None, positions)
+        assert not torch.equal(logits[:2], raw[:2])
+        taken = logprobs.take(None, torch.full((3, 1), 7, dtype=torch.int32, device=device))
+        assert taken is not None
+        expected = raw[wants].log_softmax(dim=0)
+        assert taken[0][wants, 0, 0].item() == pytest.approx(expected[7].item(), abs=1e-5)
+        assert taken[2][wants, 0].item() == 1 + (raw[wants] > raw[wants, 7]).sum().item()
 
 
 def test_a_row_that_is_not_a_number_stays_one(device):

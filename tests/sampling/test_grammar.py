@@ -93,6 +93,20 @@ def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[in
     return path[::-1]
 
 
+def test_a_drafted_special_token_is_pruned_without_a_line_on_stderr(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    matcher = compiler().matcher(GUIDES["choice"])
+    rows = torch.zeros(4, mask_width(VOCAB), dtype=torch.int32)
+    a, b = PIECES.index("a"), PIECES.index("b")
+    assert fill_window_masks(matcher, [0, PAD, a, b], [-1, 0, 0, 2], rows) == 1
+    assert "special token" not in capfd.readouterr().err
+    assert not matcher.accept_token(PAD)
+    assert "special token" in capfd.readouterr().err, (
+        "xgrammar is silent now: the mask need not be asked first"
+    )
+
+
 @pytest.mark.parametrize("kind", GUIDES)
 def test_every_nodes_mask_is_the_grammars_after_its_ancestors_and_the_matcher_comes_back(kind: str) -> None:
     guided, rng = GUIDES[kind], random.Random(kind)

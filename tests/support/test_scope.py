@@ -11,7 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from trtllm_tree.config import SamplingParams, host_problems, read_config
+from trtllm_tree.config import SamplingParams, SpeculativeConfig, host_problems, read_config
 from trtllm_tree.config.host_rules import HOSTS, TREE_REFUSALS
 from trtllm_tree.errors import Problem, UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm.llm import request_problems
@@ -154,7 +154,9 @@ def test_every_refused_line_has_a_case_here(host: Any) -> None:
 def test_sampling_is_served_by_both_hosts_and_edits_by_one() -> None:
     edited = SamplingParams(temperature=0.7, frequency_penalty=1.0)
     assert edited.validate() == []
-    assert [problem.option for problem in request_problems(edited)] == ["frequency_penalty"]
+    assert [problem.option for problem in request_problems(edited, SpeculativeConfig())] == [
+        "frequency_penalty"
+    ]
     assert isinstance(LINES["sampled"].embedded, Supported)
     assert isinstance(LINES["sampled"].tensorrt_llm, Supported)
     assert isinstance(LINES["logit_edits"].embedded, Supported)

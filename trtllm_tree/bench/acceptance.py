@@ -2,12 +2,13 @@
 
 A prompt file is JSON lines with a `turns` list (the layout of MT-bench questions); the first turn is sent through
 the chat template. Counted are decode forwards only: the bonus token is in, the token that prefill predicts is
-out, and tokens behind a stop condition are out.
+out, and tokens behind a stop condition are out. A request that fails is logged with its line and counted apart.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +20,16 @@ from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.errors import ConfigError, Problem
 from trtllm_tree.llm import LLM
 
+_LOGGER = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class AcceptanceRow:
     """One prompt file under one mode.
 
     Attributes:
+        num_prompts: prompts that were served; the figures are theirs.
+        num_failed: prompts that were not.
         tokens_per_forward: all kept tokens over all decode forwards of the file's requests.
         seconds: wall time of the file, prefill included.
     """
@@ -32,6 +37,7 @@ class AcceptanceRow:
     prompts: str
     mode: str
     num_prompts: int
+    num_failed: int
     num_tokens: int
     target_forwards: int
     tokens_per_forward: float
@@ -42,29 +48,55 @@ def read_prompts(path: Path) -> list[str]:
     """First turns of a prompt file.
 
     Raises:
-        ConfigError: a line without `turns`.
+        ConfigError: it is no text, has no line, or has lines without `turns`; all of them.
     """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            prompts.append(str(json.loads(line)["turns"][0]))
-        except (ValueError, LookupError, TypeError) as error:
-            rule = "each line must be a JSON object with a list `turns`"
-            raise ConfigError(Problem(f"{path.name}:{number}", line[:40], rule, "Mend the line.")) from error
-    return prompts
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"must be a readable file of UTF-8 text ({error})"
+        raise ConfigError(Problem("prompts", str(path), rule, "Name JSON-lines files.")) from error
+    if not lines:
+        rule = "must have at least one line"
+        raise ConfigError(Problem("prompts", str(path), rule, "Name a file with prompts."))
+    turns = [_first_turn(line) for line in lines]
+    rule = "each line must be a JSON object with a list `turns` that begins with a text"
+    problems = [
+        Problem(f"{path.name}:{number}", line[:40], rule, "Mend the line.")
+        for number, (line, turn) in enumerate(zip(lines, turns, strict=True), start=1)
+        if turn is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [turn for turn in turns if turn is not None]
+
+
+def _first_turn(line: str) -> str | None:
+    try:
+        turns = json.loads(line)["turns"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0] else None
 
 
 def measure(config: RunConfig, files: Sequence[Path], *, max_tokens: int) -> list[AcceptanceRow]:
-    """Run every file with chain and tree of `config` (greedy)."""
+    """Run every file with chain and tree of `config` (greedy).
+
+    Raises:
+        ConfigError: no draft head, a bad file, or nothing to measure: no prompt of a file was decoded.
+    """
     tree = config.speculative
     if tree is None:
         rule = "acceptance needs a draft head"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
+    if max_tokens < 2:
+        rule = "must be at least 2: prefill predicts the first token, and no draft is verified for it"
+        raise ConfigError(Problem("max_tokens", max_tokens, rule, "Set max_tokens to 64."))
+    prompts = {path: read_prompts(path) for path in files}
     chain = SpeculativeConfig(tree_topk=1, num_steps=tree.num_steps, speculative_model=tree.speculative_model)
     rows = []
     for mode, speculative in (("chain", chain), ("tree", tree)):
         with LLM.from_config(_with(config, speculative)) as llm:
-            rows += [_measure_file(llm, mode, path, max_tokens) for path in files]
+            rows += [_measure_file(llm, mode, path, prompts[path], max_tokens) for path in files]
     return rows
 
 
@@ -77,14 +109,30 @@ def _with(config: RunConfig, speculative: SpeculativeConfig) -> RunConfig:
     )
 
 
-def _measure_file(llm: LLM, mode: str, path: Path, max_tokens: int) -> AcceptanceRow:
-    chats = [[{"role": "user", "content": prompt}] for prompt in read_prompts(path)]
+def _measure_file(llm: LLM, mode: str, path: Path, prompts: Sequence[str], max_tokens: int) -> AcceptanceRow:
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     start = time.perf_counter()
     outputs = llm.generate(chats, SamplingParams(max_tokens=max_tokens))
     seconds = time.perf_counter() - start
-    forwards = sum(output.acceptance.target_forwards for output in outputs)
-    tokens = sum(sum(output.acceptance.accept_lens) for output in outputs)
-    return AcceptanceRow(path.stem, mode, len(outputs), tokens, forwards, tokens / forwards, seconds)
+    errors = [(number, out.error) for number, out in enumerate(outputs, start=1) if out.error is not None]
+    for number, error in errors:
+        _LOGGER.warning("%s:%d (%s) failed and is not counted: %s", path.name, number, mode, error)
+    forwards = sum(output.acceptance.target_forwards for output in outputs if output.error is None)
+    tokens = sum(sum(output.acceptance.accept_lens) for output in outputs if output.error is None)
+    if not forwards:
+        reason = f" (line {errors[0][0]}: {errors[0][1]})" if errors else ""
+        rule = f"none of its {len(outputs)} prompts was decoded behind prefill{reason}"
+        raise ConfigError(Problem("prompts", str(path), rule, "Change the prompts, or max_tokens."))
+    return AcceptanceRow(
+        prompts=path.stem,
+        mode=mode,
+        num_prompts=len(outputs) - len(errors),
+        num_failed=len(errors),
+        num_tokens=tokens,
+        target_forwards=forwards,
+        tokens_per_forward=tokens / forwards,
+        seconds=seconds,
+    )
 
 
 def to_json(rows: Sequence[AcceptanceRow]) -> str:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trtllm_tree.config.json_schema_rules import schema_faults
+from trtllm_tree.config.option_names import refuse_unknown
 from trtllm_tree.config.regex_rules import regex_faults
 from trtllm_tree.errors import Problem
 
 _REMEDY = "Mend it, or leave guided_decoding out."
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuidedDecodingParams:
     """The form of the output, with TensorRT-LLM's and vLLM's names; exactly one is given.

@@ -72,22 +72,24 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     assert host in HOSTS, f"unknown host {host!r}"
     options = dict(_set_options(config))
     problems = _head_missing(config) + drafter_problems(config.speculative, host)
+    tree = config.speculative if config.speculative is not None and config.speculative.is_tree else None
     if host == "embedded":
         problems += [
             _embedded_refusal(option, *pair)
             for option, pair in options.items()
             if option not in _EMBEDDED_VALUES or pair[0] != _EMBEDDED_VALUES[option]
         ]
+        if tree is not None:
+            rejection = tree.use_rejection_sampling
+            problems += _embedded_mode_problems(config.env_overrides, rejection=rejection)
         return problems + kv_cache_dtype_problems(config.engine.kv_cache_dtype, "kv_cache_config.dtype")
     if "speculative_config.eagle_choices" in options:
         value, _ = options["speculative_config.eagle_choices"]
         remedy = "Set use_dynamic_tree to true."
         problems.append(Problem("speculative_config.eagle_choices", value, STATIC_TREE_RULE, remedy))
-    if config.speculative is not None and config.speculative.is_tree:
-        problems += trtllm_size_problems(config.speculative)
-        problems += environment_problems(
-            config.env_overrides, rejection=config.speculative.use_rejection_sampling
-        )
+    if tree is not None:
+        problems += trtllm_size_problems(tree)
+        problems += environment_problems(config.env_overrides, rejection=tree.use_rejection_sampling)
         for option, rule in TREE_REFUSALS.items():
             if option in options:
                 value, neutral = options[option]
@@ -152,16 +154,7 @@ def environment_problems(environment: Mapping[str, str], *, rejection: bool) -> 
     Args:
         rejection: the config asks for rejection sampling.
     """
-    problems = []
-    mode = environment.get(VERIFY_VARIABLE)
-    if mode is not None and mode not in VERIFY_MODES:
-        rule = f"must be one of {', '.join(VERIFY_MODES)}"
-        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}."
-        problems.append(Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, rule, remedy))
-    elif rejection and mode not in (None, "rejection"):
-        rule = "contradicts use_rejection_sampling = True"
-        remedy = f"Set {VERIFY_VARIABLE} to rejection, or use_rejection_sampling to false."
-        problems.append(Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, rule, remedy))
+    problems = _mode_problems(environment, rejection=rejection)
     libraries = environment.get(LIBRARIES_VARIABLE)
     named = [name.strip().removeprefix("+") for name in (libraries or "").split(",")]
     if environment.get(ENABLE_VARIABLE) == "1" and libraries is not None and ATTENTION_LIBRARY not in named:
@@ -169,6 +162,33 @@ def environment_problems(environment: Mapping[str, str], *, rejection: bool) -> 
         remedy = f'Set {LIBRARIES_VARIABLE} to "{TREE_ENVIRONMENT[LIBRARIES_VARIABLE]}".'
         problems.append(Problem(f"env_overrides.{LIBRARIES_VARIABLE}", libraries, rule, remedy))
     return problems
+
+
+def _mode_problems(environment: Mapping[str, str], *, rejection: bool) -> list[Problem]:
+    mode = environment.get(VERIFY_VARIABLE)
+    if mode is not None and mode not in VERIFY_MODES:
+        rule = f"must be one of {', '.join(VERIFY_MODES)}"
+        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}."
+    elif rejection and mode not in (None, "rejection"):
+        rule = "contradicts use_rejection_sampling = True"
+        remedy = f"Set {VERIFY_VARIABLE} to rejection, or use_rejection_sampling to false."
+    else:
+        return []
+    return [Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, rule, remedy)]
+
+
+def _embedded_mode_problems(environment: Mapping[str, str], *, rejection: bool) -> list[Problem]:
+    """The embedded host verifies by the config and by each request's temperature: the variable may only agree."""
+    mode = environment.get(VERIFY_VARIABLE)
+    if problems := _mode_problems(environment, rejection=rejection):
+        return problems
+    if mode == "greedy":
+        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}, and leave temperature out of requests."
+    elif mode == "rejection" and not rejection:
+        remedy = "Set speculative_config.use_rejection_sampling to true."
+    else:
+        return []
+    return [Problem(f"env_overrides.{VERIFY_VARIABLE}", mode, EMBEDDED_RULE, remedy)]
 
 
 def trtllm_size_problems(spec: SpeculativeConfig) -> list[Problem]:

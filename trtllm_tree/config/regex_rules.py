@@ -1,11 +1,13 @@
 """Which regular expressions constrain an output exactly: xgrammar drops misplaced anchors and escapes it does not know.
 
 It refuses the rest that it cannot say (lookaround, references, word borders) itself. The whole text is always matched,
-and `.` is any character, line breaks included. Found by trying on xgrammar 0.2.9. Must not know xgrammar.
+and `.` is any character, line breaks included. A `pattern` in a JSON schema is read by another, more exact part of it.
+Found by trying on xgrammar 0.2.9. Must not know xgrammar.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 # Classes, control characters and codes; of the others xgrammar refuses b, B, k, p and P itself.
@@ -15,9 +17,14 @@ _ESCAPES = frozenset("adDwWsSnrtfvexucbBkpP0")
 _ESCAPED = frozenset('\\"nrtfvae0cxu')
 
 
+# A class that an escaped caret begins; the caret may be written as a code.
+_CARET_FIRST = re.compile(r"\[\\(\^|x5e|u005e|u\{0*5e\})", re.IGNORECASE)
+_TWO_HEX = re.compile(r"\\x[0-9a-fA-F]{2}(?![0-9a-fA-F])")
+
+
 def regex_faults(regex: str) -> list[str]:
     """What of `regex` would be dropped or read otherwise."""
-    return list(_faults(regex))
+    return [*_faults(regex), *_misread(regex)]
 
 
 def json_pattern_faults(regex: str) -> list[str]:
@@ -28,42 +35,55 @@ def json_pattern_faults(regex: str) -> list[str]:
     return [*_faults(regex), *_unescaped(regex)]
 
 
-def _unescaped(regex: str) -> Iterator[str]:
+def _tokens(regex: str) -> Iterator[tuple[int, str, bool]]:
+    """Characters, and backslashes with what they escape: where each begins, and whether that is in a class."""
     in_class, index = False, 0
     while index < len(regex):
-        char, named = regex[index], f"at position {index + 1} names what a JSON string has to escape"
-        if char == "\\":
-            index += 1
-            if not in_class and regex[index : index + 1] in _ESCAPED:
-                yield f"\\{regex[index]} {named}, or may do so"
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif char == '"' or char < " ":
-            yield f"{char!r} {named}"
-        elif char == "]":
+        token = regex[index : index + 2] if regex[index] == "\\" else regex[index]
+        yield index, token, in_class
+        in_class = token != "]" if in_class else token == "["
+        index += len(token)
+
+
+def _unescaped(regex: str) -> Iterator[str]:
+    for index, token, in_class in _tokens(regex):
+        named = f"at position {index + 1} names what a JSON string has to escape"
+        if in_class:
+            continue
+        if token[0] == "\\":
+            if token[1:] in _ESCAPED:
+                yield f"{token} {named}, or may do so"
+        elif token == '"' or token < " ":
+            yield f"{token!r} {named}"
+        elif token == "]":
             yield f"] at position {index + 1} closes nothing; write it as \\]"
-        index += 1
 
 
 def _faults(regex: str) -> Iterator[str]:
-    depth, in_class, index = 0, False, 0
-    while index < len(regex):
-        char, place = regex[index], f"at position {index + 1}"
-        if char == "\\":
-            index += 1
-            escaped = regex[index : index + 1]
-            if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPES:
-                yield f"the escape \\{escaped} {place} is not known"
+    depth = 0
+    for index, token, in_class in _tokens(regex):
+        place = f"at position {index + 1}"
+        if token[0] == "\\":
+            if token.isascii() and token[1:].isalnum() and token[1] not in _ESCAPES:
+                yield f"the escape {token} {place} is not known"
         elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char == "^" and (depth or (index and regex[index - 1] != "|")):
+            continue
+        elif token in "()":
+            depth += 1 if token == "(" else -1
+        elif token == "^" and (depth or (index and regex[index - 1] != "|")):
             yield f"^ {place} holds at the start of the whole expression or of its alternatives only"
-        elif char == "$" and (depth or regex[index + 1 : index + 2] not in ("", "|")):
+        elif token == "$" and (depth or regex[index + 1 : index + 2] not in ("", "|")):
             yield f"$ {place} holds at the end of the whole expression or of its alternatives only"
-        index += 1
+
+
+def _misread(regex: str) -> Iterator[str]:
+    for index, token, in_class in _tokens(regex):
+        place = f"at position {index + 1}"
+        if token == "\\x" and not _TWO_HEX.match(regex, index):
+            yield f"\\x {place} needs two hex digits and no further one behind them; write \\u with four"
+        elif token == "\\0" and regex[index + 2 : index + 3].isdigit():
+            yield f"\\0 {place} is followed by a digit; write \\u0000"
+        elif token == "[" and not in_class and _CARET_FIRST.match(regex, index):
+            yield f"the class {place} begins with an escaped ^, which would negate it; write the ^ last in it"
+        elif token == "[" and not in_class and regex.startswith("[^]", index):
+            yield f"the class {place} begins with ], which would end it; write \\]"

@@ -44,7 +44,7 @@ def edit_problems(
     problems = []
     named = {
         "logit_bias": list(params.logit_bias or {}),
-        "stop_token_ids": list(params.stop_token_ids or []) if params.min_tokens else [],
+        "stop_token_ids": list(params.stop_token_ids or []),
         "bad_words_ids": [token for word in params.bad_words_ids or [] for token in word],
     }
     for option, tokens in named.items():

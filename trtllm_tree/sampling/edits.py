@@ -91,6 +91,10 @@ class LogitEdits:
         """Whether the next `apply` edits anything."""
         return self.kind != EditKind()
 
+    def edits_any(self, slots: Sequence[int]) -> bool:
+        """Whether any of these slots has an edit; rows of the others come out of `apply` as they went in."""
+        return any(slot in self._kinds or slot in self._with_bitmask for slot in slots)
+
     def use_bitmask(self, slot: int, used: bool) -> None:
         """Whether the rows of `slot` obey the bitmask; `reset` says no."""
         if used != (slot in self._with_bitmask):

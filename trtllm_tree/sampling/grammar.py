@@ -21,6 +21,7 @@ from trtllm_tree.config.guided_decoding import GrammarSource, GuidedDecodingPara
 from trtllm_tree.errors import Problem, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
     import xgrammar
 
 _LOGGER = logging.getLogger(__name__)
@@ -170,7 +171,8 @@ def fill_window_masks(
             path.pop()
             if path:
                 matcher.rollback(1)
-        elif tokens[node] >= 0 and matcher.accept_token(tokens[node]):
+        # By the mask first: xgrammar prints a line for every special token that it is asked about.
+        elif _has_bit(words[parents[node]], tokens[node]) and matcher.accept_token(tokens[node]):
             allowed += 1
             if matcher.is_terminated():
                 matcher.rollback(1)
@@ -178,6 +180,10 @@ def fill_window_masks(
                 matcher.fill_next_token_bitmask(words, node)
                 path.append(iter(children[node]))
     return len(tokens) - allowed
+
+
+def _has_bit(words: np.ndarray, token: int) -> bool:
+    return token >= 0 and bool(words[token // 32] >> (token % 32) & 1)
 
 
 @dataclass

@@ -23,14 +23,19 @@ class TargetLogprobs:
     """See `engine.ports.LogprobReader`.
 
     Args:
-        edits: what changes the logits in between; only then are the raw ones copied, on the device.
+        edits: what changes the logits in between. A request that is edited itself and wants its log-probabilities has
+            the step's raw logits copied, on the device: a rank needs the token's whole row, and which row and token
+            are kept is known behind the edits only. Nothing else is copied.
+
+    Attributes:
+        kind: n, and whether the raw logits are copied; None: nothing is wanted.
     """
 
     def __init__(self, edits: LogitEdits) -> None:
         self._edits = edits
         self._wanted: dict[int, int] = {}
         self._raw: torch.Tensor | None = None
-        self.kind: int | None = None
+        self.kind: tuple[int, bool] | None = None
 
     def reset(self, slot: int, num_top: int | None) -> None:
         """A request that wants `num_top` likeliest tokens, or nothing, takes pool slot `slot`."""
@@ -40,14 +45,17 @@ class TargetLogprobs:
 
     def plan(self, slots: Sequence[int]) -> None:
         """The next rows are of these pool slots, and pad rows."""
-        most = max((self._wanted[slot] for slot in slots if slot in self._wanted), default=None)
-        self.kind = None if most is None else next(size for size in _SIZES if size >= most)
+        wanted = [slot for slot in slots if slot in self._wanted]
+        self.kind = None
+        if wanted:
+            most = max(self._wanted[slot] for slot in wanted)
+            self.kind = next(size for size in _SIZES if size >= most), self._edits.edits_any(wanted)
 
     def keep(self, logits: torch.Tensor) -> None:
         """Remember `logits` [B*R, V], which may be edited now and must otherwise stay until `take`."""
         self._raw = None
         if self.kind is not None:
-            self._raw = logits.clone() if self._edits.is_active else logits
+            self._raw = logits.clone() if self.kind[1] else logits
 
     def take(
         self, path: torch.Tensor | None, tokens: torch.Tensor
@@ -71,7 +79,7 @@ class TargetLogprobs:
         # One kept row a request at a time: the intermediate results are [B, V].
         for index in range(depth):
             row = first + (index if path is None else path[:, index].clamp(min=0))
-            parts.append(self._score(raw.index_select(0, row), tokens[:, index], self.kind))
+            parts.append(self._score(raw.index_select(0, row), tokens[:, index], self.kind[0]))
         values, ids, ranks = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))
         return values, ids, ranks
 

@@ -70,10 +70,10 @@ def test_tokens_and_results_are_those_of_the_embedded_host(
     double: Any, tiny_target: Path, tiny_head: Path, sizes: dict[str, int] | None
 ) -> None:
     spec = None if sizes is None else spec_of(tiny_head, **sizes)
-    prompts: list[Any] = ["a quick fox", [5, 9, 23, 77], [{"role": "user", "content": "say a word"}]]
-    requests = [params(), params(7), params(temperature=0.9, seed=5, top_k=20)]
+    prompts: list[Any] = ["a quick fox", [5, 9, 23, 77], [{"role": "user", "content": "say a word"}], "abc"]
+    requests = [params(), params(7), params(temperature=0.9, seed=5, top_k=20), params(seed=6, top_k=30)]
     # Without a tree TensorRT-LLM draws by itself.
-    requests[2] = requests[2] if sizes == TREE else params()
+    requests[2:] = requests[2:] if sizes == TREE else [params(), params()]
     with LLM(str(tiny_target), speculative_config=spec, **OPTIONS) as theirs:
         found = theirs.generate(prompts, requests)
         streamed = list(theirs.stream(prompts[0], requests[0]))
@@ -155,6 +155,20 @@ def test_a_request_that_cannot_be_honoured_fails_alone_and_by_name(
             next(iter(llm.stream("abc", params(prompt_logprobs=1))))
 
 
+def test_what_is_no_prompt_fails_alone_and_nothing_is_served_after_close(
+    double: Any, tiny_target: Path
+) -> None:
+    options = OPTIONS | {"kv_cache_config": {"max_tokens": 512, "enable_block_reuse": False}}
+    with LLM(tiny_target, **options) as llm:
+        assert llm.remote.llm.args.kv_cache_config.max_tokens == 512
+        prompts: Any = (prompt for prompt in (None, "abc", [{"content": "x"}], {"prompt": "abc"}))
+        outputs = llm.generate(prompts, params(4))
+        assert [output.error is None for output in outputs] == [False, True, False, True]
+        assert outputs[1].outputs == outputs[3].outputs == [llm.generate("abc", params(4)).outputs[0]]
+    with pytest.raises(RequestError, match=r"cannot be used after close\(\)"):
+        llm.generate("abc")
+
+
 def test_what_tensorrt_llm_raises_about_a_request_is_that_requests_error(
     double: Any, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,11 +214,20 @@ def test_a_stream_is_aborted_when_it_is_closed_early_and_only_then(
         # Greedy, whatever the others say.
         ({"temperature": 0.0, "top_p": 0.5, "seed": 3, "top_k": 4}, {}),
         ({"temperature": 0.7, "seed": 3}, {"temperature": 0.7, "top_p": 1.0, "seed": 3}),
+        # Without a temperature it is 1 where one of these is given; min_p and a seed alone are greedy.
+        ({"top_p": 0.9, "seed": 3}, {"temperature": None, "top_p": 0.9, "seed": 3}),
+        ({"top_k": 4, "seed": 3}, {"temperature": None, "top_p": 1.0, "top_k": 4, "seed": 3}),
+        ({"top_k": 0, "seed": 3}, {"temperature": None, "top_p": 1.0, "seed": 3}),
+        ({"min_p": 0.1, "seed": 3}, {}),
         (
             {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 0},
             {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 0},
         ),
         ({"temperature": 1.0, "top_k": 0, "seed": 1}, {"temperature": 1.0, "top_p": 1.0, "seed": 1}),
+        (
+            {"repetition_penalty": 1.2, "presence_penalty": 0.0, "min_tokens": 3, "bad_words": ["x"]},
+            {"repetition_penalty": 1.2, "min_tokens": 3, "bad": ["x"]},
+        ),
     ],
 )
 def test_sampling_parameters_are_translated(asked: dict[str, Any], given: dict[str, Any]) -> None:
@@ -217,8 +240,61 @@ def test_sampling_parameters_are_translated(asked: dict[str, Any], given: dict[s
         "skip_special_tokens": False,
     }
     made = SamplingParams(**{**rest, "stop": "x"}, **asked)  # type: ignore[arg-type]
-    assert front.request_problems(made) == []
+    assert front.request_problems(made, None) == []
     assert front.sampling_arguments(made) == rest | given
+
+
+EDITS: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "min_tokens": 3,
+    "bad_words": ["x"],
+}
+# What only the other host has, or nobody translates.
+OTHERS: dict[str, Any] = {
+    "logit_bias": {3: 1.0},
+    "bad_words_ids": [[4]],
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+    "guided_decoding": trtllm_tree.GuidedDecodingParams(regex="a+"),
+}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "refused"),
+    [
+        (None, OTHERS),
+        (config.SpeculativeConfig(**TREE), EDITS | OTHERS),
+        (config.SpeculativeConfig(tree_topk=1), {"min_p": 0.1} | EDITS | OTHERS),
+        (
+            config.SpeculativeConfig(tree_topk=1, host_options={"enable_penalty": True}),
+            {"min_p": 0.1, "min_tokens": 3, "bad_words": ["x"]} | OTHERS,
+        ),
+    ],
+    ids=["plain", "tree", "chain", "chain that counts"],
+)
+def test_options_are_refused_only_where_the_run_does_not_serve_them(
+    speculative: config.SpeculativeConfig | None, refused: dict[str, Any]
+) -> None:
+    asked = SamplingParams(temperature=0.7, min_p=0.1, **EDITS, **OTHERS)
+    problems = front.request_problems(asked, speculative)
+    assert {problem.option for problem in problems} == set(refused)
+    assert all("host='tensorrt_llm'" in problem.rule for problem in problems)
+    assert front.request_problems(SamplingParams(min_p=0.1), speculative) == []
+
+
+def test_a_plain_run_passes_edits_on(double: Any, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(tiny_target), **OPTIONS) as llm:
+        begin, asked = llm.remote.llm.generate_async, []
+
+        def noted(ids: list[int], *, sampling_params: Any, **options: Any) -> Any:
+            asked.append(sampling_params)
+            return begin(ids, sampling_params=sampling_params, **options)
+
+        monkeypatch.setattr(llm.remote.llm, "generate_async", noted)
+        assert llm.generate("abc", params(4, **EDITS)).error is None
+        assert (asked[0].repetition_penalty, asked[0].min_tokens, asked[0].bad) == (1.2, 3, ["x"])
 
 
 def test_a_sampled_request_without_a_seed_draws_one() -> None:

@@ -13,6 +13,7 @@ from trtllm_tree.hosts.tensorrt_llm.slots import (
     SlotOptions,
     SlotTrees,
     UploadedDraws,
+    ignored_options,
     request_options,
     tree_slot_storage,
 )
@@ -103,6 +104,59 @@ def test_greedy_verification_ignores_temperature_and_says_so_once(caplog: pytest
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     drawn = draws.draw(logits, torch.tensor([1, 1]), torch.tensor([[3], [4]]))
     assert torch.equal(drawn, logits.argmax(dim=1).int())
+
+
+VALUES = {
+    "repetition_penalty": (1.3, 1.0),
+    "presence_penalty": (0.5, 0.0),
+    "frequency_penalty": (-0.5, 0.0),
+    "min_length": (8, 0),
+    "no_repeat_ngram_size": (3, 2**30),
+    "top_p_decay": (0.9, 1.0),
+}
+PARTS: dict[str, tuple[str, Any, Any]] = {
+    "py_bad_words": ("bad words", [[3, 4]], []),
+    "bad_words_list": ("bad words", torch.zeros(1, 2, 3), None),
+    "py_embedding_bias": ("embedding_bias", torch.zeros(7), None),
+    "embedding_bias": ("embedding_bias", torch.zeros(1, 7), None),
+    "py_return_log_probs": ("logprobs", True, False),
+    "py_return_context_logits": ("return_context_logits", True, False),
+    "py_return_generation_logits": ("return_generation_logits", True, False),
+    "py_logits_post_processors": ("logits processors", [print], []),
+    "guided_decoding_params": ("guided_decoding", object(), None),
+}
+
+
+def test_options_that_a_tree_does_without_are_found_where_they_ask_for_something() -> None:
+    for name, (asking, neutral) in VALUES.items():
+        for form in (lambda value: value, lambda value: [value]):
+            made = request(1, 0)
+            assert ignored_options(made) == []
+            setattr(made.sampling_config, name, form(neutral))
+            assert ignored_options(made) == []
+            setattr(made.sampling_config, name, form(asking))
+            assert ignored_options(made) == [name]
+    for name, (option, asking, neutral) in PARTS.items():
+        made = request(1, 0, temperature=0.7, top_k=5, min_p=0.1)
+        setattr(made, name, neutral)
+        assert ignored_options(made) == []
+        setattr(made, name, asking)
+        assert ignored_options(made) == [option]
+
+
+def test_an_ignored_option_is_told_once_with_the_request_and_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trees = SlotTrees(SLOTS, NODES, CPU)
+    for id_, name in ((7, "min_length"), (8, "min_length"), (9, "repetition_penalty")):
+        made = request(id_, id_ % SLOTS)
+        setattr(made.sampling_config, name, [2])
+        trees.note([made], [])
+        trees.note([], [made])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "request 7" in said[0] and "min_length, which is ignored under draft trees" in said[0]
+    assert "request 9" in said[1] and "repetition_penalty" in said[1]
 
 
 def test_a_request_that_is_new_in_its_slot_starts_with_the_chain_and_others_keep_their_tree() -> None:

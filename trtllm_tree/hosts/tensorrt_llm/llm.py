@@ -40,8 +40,9 @@ MISSING = (
 _LAYERS_OPTION = "eagle3_layers_to_capture"
 EMPTY_PROMPT = Problem("prompt", "", "must have at least one token", "Send a non-empty prompt.")
 REQUEST_RULE = "is not served with host='tensorrt_llm'"
-# Options of a request that the worker does not know, and the values that ask for nothing.
-_UNSERVED = {
+# Options of a request that not every run serves, and the values that ask for nothing.
+_CHECKED: dict[str, tuple[object, ...]] = {
+    "min_p": (None, 0.0),
     "repetition_penalty": (None, 1.0),
     "frequency_penalty": (None, 0.0),
     "presence_penalty": (None, 0.0),
@@ -53,6 +54,9 @@ _UNSERVED = {
     "prompt_logprobs": (None,),
     "guided_decoding": (None,),
 }
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+# Our names and TensorRT-LLM's, of those whose value is passed on as it is.
+_TRANSLATED = {**{name: name for name in _PENALTIES}, "min_tokens": "min_tokens", "bad_words": "bad"}
 
 
 def run_config(
@@ -148,6 +152,7 @@ class TensorRtLlm:
         if problems:
             raise ConfigError(problems)
         arguments, spec = llm_arguments(config), config.speculative
+        self._speculative = spec
         os.environ.update(run_environment(config))
         self._package = _prepared_package(spec)
         if spec is not None:
@@ -207,7 +212,7 @@ class TensorRtLlm:
 
     def _begin(self, ids: list[int], params: SamplingParams) -> Any:
         """TensorRT-LLM's handle of a request, or why there is none."""
-        problems = request_problems(params)
+        problems = request_problems(params, self._speculative)
         if not ids:
             problems.append(EMPTY_PROMPT)
         if problems:
@@ -220,15 +225,25 @@ class TensorRtLlm:
             return _request_error(error)
 
 
-def request_problems(params: SamplingParams) -> list[Problem]:
-    """Everything in a request that is wrong, or that this host does not serve."""
+def request_problems(params: SamplingParams, speculative: SpeculativeConfig | None) -> list[Problem]:
+    """Everything in a request that is wrong, or that is not served with `speculative` (None: plain decoding)."""
     problems = params.validate()
-    for name, neutral in _UNSERVED.items():
+    for name, neutral in _CHECKED.items():
         value = getattr(params, name)
-        if value not in neutral:
+        if value not in neutral and not _is_served(name, params, speculative):
             remedy = f"Leave {name} out, or use host='embedded'."
             problems.append(Problem(name, value, REQUEST_RULE, remedy))
     return problems
+
+
+def _is_served(name: str, params: SamplingParams, speculative: SpeculativeConfig | None) -> bool:
+    """Our worker reads min_p and edits no logits; TensorRT-LLM's chain counts tokens at most, where that is on."""
+    if name == "min_p":
+        return speculative is None or speculative.is_tree or not params.is_sampled
+    if speculative is None:
+        return name in _TRANSLATED
+    counts = not speculative.is_tree and bool(speculative.host_options.get("enable_penalty"))
+    return counts and name in _PENALTIES
 
 
 def sampling_arguments(params: SamplingParams) -> dict[str, Any]:
@@ -249,6 +264,9 @@ def sampling_arguments(params: SamplingParams) -> dict[str, Any]:
         arguments["seed"] = secrets.randbits(63) if params.seed is None else params.seed
         arguments |= {"top_k": params.top_k} if params.top_k else {}
         arguments |= {"min_p": params.min_p} if params.min_p else {}
+    for name, theirs in _TRANSLATED.items():
+        if (value := getattr(params, name)) not in _CHECKED[name]:
+            arguments[theirs] = value
     return arguments
 
 

@@ -23,6 +23,27 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_INT32 = 2**31 - 1
 # Seeds of requests that gave none; apart from the small ones that people give.
 _OWN_SEEDS = 2**63
+# What the worker does not honour, and the values that ask for nothing. Newer versions refuse such requests
+# themselves when they are admitted; here it is too late to fail one alone.
+_IGNORED_VALUES: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_length": (0,),
+    # TensorRT-LLM's own default is that large.
+    "no_repeat_ngram_size": (0, 2**30),
+    "top_p_decay": (0.0, 1.0),
+}
+# The same of the request itself, under the names of newer and older versions.
+_IGNORED_PARTS = {
+    "bad words": ("py_bad_words", "bad_words_list"),
+    "embedding_bias": ("py_embedding_bias", "embedding_bias"),
+    "logprobs": ("py_return_log_probs",),
+    "return_context_logits": ("py_return_context_logits",),
+    "return_generation_logits": ("py_return_generation_logits",),
+    "logits processors": ("py_logits_post_processors",),
+    "guided_decoding": ("guided_decoding_params",),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,17 @@ def request_options(request: Any) -> SlotOptions:
         min_p=float(_option(config, "min_p") or 0.0),
         seed=_OWN_SEEDS | int(request.py_request_id) if seed is None else int(seed),
     )
+
+
+def ignored_options(request: Any) -> list[str]:
+    """Options of a TensorRT-LLM request that ask for something, and that a tree does without."""
+    values = {name: _option(request.sampling_config, name) for name in _IGNORED_VALUES}
+    found = [name for name, value in values.items() if value not in (None, *_IGNORED_VALUES[name])]
+    return found + [
+        option
+        for option, names in _IGNORED_PARTS.items()
+        if any(_asks(getattr(request, name, None)) for name in names)
+    ]
 
 
 class UploadedDraws(SlotDraws):
@@ -115,6 +147,7 @@ class SlotTrees:
         self.context_rows: tuple[ContextRow, ...] = ()
         self.draws: UploadedDraws | None = None
         self._owners: dict[int, int] = {}
+        self._warned: set[str] = set()
         self._chain = self.next_parents.parents[0].clone()
 
     def restart(self, draws: UploadedDraws) -> None:
@@ -142,12 +175,25 @@ class SlotTrees:
         self.next_parents.reset(slot)
 
     def _start(self, requests: dict[int, Any]) -> None:
+        for request in requests.values():
+            self._warn(request)
         options = {slot: request_options(request) for slot, request in requests.items()}
         parents = self.next_parents.parents
         slots = torch.tensor(list(options)).to(parents.device, non_blocking=True)
         parents.index_copy_(0, slots, self._chain.expand(len(options), -1))
         if self.draws is not None:
             self.draws.upload(list(options), list(options.values()))
+
+    def _warn(self, request: Any) -> None:
+        """Once an option; what follows is served without it."""
+        for option in ignored_options(request):
+            if option not in self._warned:
+                self._warned.add(option)
+                _LOGGER.warning(
+                    "request %s asks for %s, which is ignored under draft trees, in this and all later requests",
+                    request.py_request_id,
+                    option,
+                )
 
 
 @functools.cache
@@ -211,6 +257,10 @@ def _option(config: Any, *names: str) -> Any:
         if value is not None:
             return value
     return None
+
+
+def _asks(value: Any) -> bool:
+    return value is not None and value is not False and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 def _signed(seed: int) -> int:

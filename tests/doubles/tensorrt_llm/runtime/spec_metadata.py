@@ -10,6 +10,7 @@ import torch
 
 from .layout import NEW, device
 from .mode import SpeculativeDecodingMode
+from .spec_tree import DynamicTreeSlotStorage
 
 
 @dataclass
@@ -95,7 +96,9 @@ class Eagle3OneModelSpecMetadata(SpecMetadata):
         self.batch_indices_cuda[:size].copy_(torch.arange(size, dtype=torch.int32))
         self.num_tokens -= self.num_generations * self.runtime_draft_len
         self.retrieve_next_token = self.retrieve_next_sibling = None
-        if self.is_spec_dec_dynamic_tree and self.num_generations:
+        # Versions whose storage has no links do not ask for them.
+        has_links = hasattr(DynamicTreeSlotStorage, "next_links_from_slots")
+        if self.is_spec_dec_dynamic_tree and self.num_generations and has_links:
             storage = self.spec_resource_manager.spec_tree_manager.slot_storage
             slots = storage.all_ids_buf[size - self.num_generations : size]
             links = storage.next_links_from_slots(slots, self.num_generations)
