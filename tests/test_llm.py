@@ -94,6 +94,8 @@ def test_a_wrong_number_of_parameters_names_the_option(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="sampling_params"):
         llm.generate(["a", "b"], [_params()])
     with pytest.raises(ConfigError, match="sampling_params"):
+        llm.generate(["a", "b"], [])
+    with pytest.raises(ConfigError, match="sampling_params"):
         llm.generate("a", [_params()])
 
 
@@ -113,7 +115,9 @@ def test_in_a_list_the_request_that_cannot_be_served_fails_alone(llm: LLM) -> No
     assert outputs[0].outputs[0] == outputs[6].outputs[0] == alone
 
 
-@pytest.mark.parametrize(("prompt", "option"), [("", "prompt"), ([], "prompt"), ([-1], "prompt")])
+@pytest.mark.parametrize(
+    ("prompt", "option"), [("", "prompt"), ([-1], "prompt"), ([1, "a"], "prompt"), (None, "prompt")]
+)
 def test_a_single_prompt_that_cannot_be_served_raises(llm: LLM, prompt: Any, option: str) -> None:
     before = _num_free(llm)
     with pytest.raises(RequestError, match=option):
@@ -123,10 +127,60 @@ def test_a_single_prompt_that_cannot_be_served_raises(llm: LLM, prompt: Any, opt
     assert not llm.engine.has_work and _num_free(llm) == before
 
 
-def test_a_prompt_that_cannot_be_encoded_leaves_no_request_behind(llm: LLM) -> None:
-    with pytest.raises(TypeError):
-        llm.generate(["abc", object()], _params())  # type: ignore[list-item]
+def test_what_is_no_prompt_or_no_parameters_fails_alone_and_the_rest_is_served(llm: LLM) -> None:
+    alone = llm.generate("abc", _params()).outputs[0]
+    prompts: list[Any] = ["abc", object(), None, [1, "a"], [{"content": "x"}], {"prompt": "abc", "lora": 1}]
+    prompts += [5, "abc", "abc", "abc"]
+    params: list[Any] = [_params()] * 8 + [None, {"max_tokens": 3}]
+    outputs = llm.generate(prompts, params)
+    served = [index for index, output in enumerate(outputs) if output.error is None]
+    assert served == [0, 7] and all(outputs[index].outputs[0] == alone for index in served)
+    options = [output.error.problems[0].option for output in outputs if output.error is not None]
+    assert options == ["prompt"] * 3 + ["prompt[0]", "prompt['lora']", "prompt"] + ["sampling_params"] * 2
+    assert {output.outputs[0].finish_reason for output in outputs if output.error} == {"error"}
     assert not llm.engine.has_work
+
+
+def test_dict_prompts_are_served_alone_in_lists_and_streamed(llm: LLM) -> None:
+    expected = llm.generate("abc", _params()).outputs[0]
+    ids = llm.encode("abc")
+    for prompt, text in (({"prompt": "abc"}, "abc"), ({"prompt_token_ids": ids}, None)):
+        one = llm.generate(prompt, _params())
+        assert (one.prompt, one.prompt_token_ids, one.outputs[0]) == (text, ids, expected)
+        (only,) = llm.generate([prompt], _params())
+        assert (only.prompt, only.outputs[0]) == (text, expected)
+        assert list(llm.stream(prompt, _params()))[-1].outputs[0].token_ids == expected.token_ids
+
+
+def test_iterables_are_batches_as_lists_are(llm: LLM) -> None:
+    expected = [output.outputs[0] for output in llm.generate(["abc", "hello world"], _params())]
+    given = llm.generate((text for text in ("abc", "hello world")), (_params() for _ in range(2)))
+    assert [output.outputs[0] for output in given] == expected
+    assert llm.generate([]) == [] and llm.generate(iter([]), []) == []
+
+
+@pytest.mark.parametrize("params", [5, "fast", {"max_tokens": 3}])
+def test_what_are_no_sampling_parameters_at_all_names_the_option(llm: LLM, params: Any) -> None:
+    for prompts in ("abc", ["abc", "d"]):
+        with pytest.raises(ConfigError, match=r"sampling_params = .*must be a SamplingParams"):
+            llm.generate(prompts, params)
+    with pytest.raises(ConfigError, match="sampling_params"):
+        next(llm.stream("abc", params))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 0}])
+def test_top_k_or_top_p_without_a_temperature_draws_at_one(llm: LLM, options: dict[str, Any]) -> None:
+    drawn = llm.generate("abc", _params(**options, seed=3)).outputs[0]
+    assert drawn == llm.generate("abc", _params(**options, seed=3, temperature=1.0)).outputs[0]
+    greedy = llm.generate("abc", _params()).outputs[0]
+    assert drawn.token_ids != greedy.token_ids
+    assert llm.generate("abc", _params(**options, seed=3, temperature=0)).outputs[0] == greedy
+    assert llm.generate("abc", _params(min_p=0.1, seed=3)).outputs[0] == greedy
+
+
+def test_a_stop_id_that_the_model_does_not_have_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"stop_token_ids = \[1000000\]: token ids must lie in"):
+        llm.generate("abc", _params(stop_token_ids=[10**6]))
 
 
 # Streams.
@@ -225,6 +279,9 @@ def test_leaving_the_context_drops_the_engine(tiny_target: Path, device: str) ->
     gc.collect()
     assert engine() is None
     llm.close()
+    for use in (lambda: llm.generate("abc"), lambda: llm.generate(["abc"]), lambda: next(llm.stream("abc"))):
+        with pytest.raises(RequestError, match=r"cannot be used after close\(\)"):
+            use()
 
 
 def test_an_open_stream_survives_close(tiny_target: Path, device: str) -> None:

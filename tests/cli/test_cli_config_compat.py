@@ -253,6 +253,19 @@ def test_a_missing_file_and_bad_yaml_are_lines_not_tracebacks(
     assert code == 1 and len(err) == 1 and "line 2" in err[0]
 
 
+@pytest.mark.parametrize("text", ["", "# model: owner/name\n", "model:\nspeculative_config:\n"])
+def test_a_file_that_asks_for_nothing_is_not_ok_unless_a_model_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, text: str
+) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(text, encoding="utf-8")
+    code, _, err = check(capsys, str(path), "--host", "embedded")
+    assert code == 1 and err[0].startswith(f"config file = {str(path)!r}: names no model")
+    assert check(capsys, str(path), "--host", "embedded", "--model", target)[0] == 0
+    path.write_text("max_batch_size: 8\n", encoding="utf-8")
+    assert check(capsys, str(path), "--host", "embedded")[0] == 0
+
+
 @pytest.mark.parametrize("argv", [[], ["chekc"], ["check"], ["check", DEMO, "--host", "vllm"]])
 def test_wrong_usage_leaves_with_code_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trtllm_tree import LLM, SamplingParams
+from trtllm_tree.cli import generate
 from trtllm_tree.cli.main import main
+from trtllm_tree.config import RunConfig
 
 PROMPT = "tell me"
 
@@ -143,6 +146,87 @@ def test_a_grammar_that_is_missing_or_wrong_is_an_error_line(
     assert "--json-schema" in capsys.readouterr().err
     assert main([*argv, "--choice", ""]) == 1
     assert "guided_decoding.choice" in capsys.readouterr().err
+
+
+def test_stops_and_log_probabilities_are_asked_for(
+    config: str, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--config", config, "--prompt", PROMPT, "--raw", "--max-tokens", "20", "--json"]
+    with LLM(str(tiny_target), dtype="float32", max_seq_len=256) as llm:
+        free = llm.generate(PROMPT, SamplingParams(max_tokens=20, logprobs=2)).outputs[0]
+    stop = free.text[8:10]
+    assert main([*argv, "--stop", "never said", "--stop", stop, "--logprobs", "2"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.strip().splitlines()[-1])
+    assert report["text"] == free.text[: free.text.index(stop)]
+    assert report["token_ids"] == free.token_ids[: len(report["token_ids"])] != free.token_ids
+    assert free.logprobs is not None
+    for entry, expected in zip(report["logprobs"], free.logprobs, strict=False):
+        assert {int(token): scored["rank"] for token, scored in entry.items()} == {
+            token: scored.rank for token, scored in expected.items()
+        }
+        for token, scored in expected.items():
+            assert entry[str(token)]["logprob"] == pytest.approx(scored.logprob, abs=1e-4)
+    first = free.token_ids[0]
+    assert f"{free.logprobs[0][first].logprob:.3f}" in printed.err
+
+
+def test_the_end_token_is_ignored_where_the_command_line_says_so(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+
+    class Noted(Exception):
+        """Ends the command where the model would be loaded."""
+
+    def noted(run: RunConfig, params: SamplingParams, args: Any, **options: Any) -> None:
+        asked.append(params)
+        raise Noted
+
+    monkeypatch.setattr(generate, "_timed", noted)
+    for options in ([], ["--ignore-eos"]):
+        with pytest.raises(Noted):
+            main(["generate", "--config", config, *options])
+    assert [params.ignore_eos for params in asked] == [False, True]
+
+
+def test_a_chain_is_compared_with_plain_decoding_alone(
+    tmp_path: Path, tiny_target: Path, tiny_head: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "chain.yaml"
+    path.write_text(
+        f"model: {tiny_target}\ndtype: float32\nmax_seq_len: 256\n"
+        f"speculative_config: {{decoding_type: Eagle3, speculative_model: {tiny_head}, max_draft_len: 3}}\n"
+    )
+    argv = ["generate", "--config", str(path), "--prompt", PROMPT, "--raw", "--max-tokens", "9"]
+    assert main([*argv, "--compare", "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.strip().splitlines()[-1])
+    assert set(report) == {"plain", "chain", "identical"} and report["identical"] is True
+    assert "outputs of plain and chain: identical" in printed.err and "tree" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "num_lines"),
+    [
+        (["--temperature", "-1"], "temperature", 1),
+        (["--max-tokens", "0", "--top-p", "2", "--logprobs", "99"], "top_p", 3),
+        (["--stop", "", "--compare"], "stop", 1),
+    ],
+)
+def test_bad_values_are_found_before_a_model_is_loaded(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    option: str,
+    num_lines: int,
+) -> None:
+    monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
+    assert main(["generate", "--config", config, *options]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"{option} = ")
+    assert len(printed.err.splitlines()) == num_lines
 
 
 def test_a_config_without_a_head_cannot_be_compared(

@@ -63,6 +63,18 @@ def test_the_embedded_host_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 def test_without_tensorrt_llm_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = serve(capsys, "MODEL", "--config", str(CONFIGS / "tree_eagle.yaml"))
     assert code == 1 and "TensorRT-LLM is not installed here. Install tensorrt_llm" in err
+    # It would be refused.
+    assert "embedded" not in err
+
+
+def test_the_servers_address_before_the_model_is_told_from_the_runtime(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = serve(capsys, "--host", "0.0.0.0", "MODEL")
+    assert code == 1 and "--host = '0.0.0.0': must be tensorrt_llm before MODEL" in err
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "embedded" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--config", "--extra_llm_api_options"])

@@ -241,17 +241,25 @@ def test_the_recorder_copies_and_pairs_by_slot() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["missing/page.html", "."])
-def test_a_file_that_cannot_be_written_is_reported_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize(
+    ("name", "max_tokens", "option"),
+    [("missing/page.html", "8", "--html"), (".", "8", "--html"), ("page.html", "0", "max_tokens")],
+)
+def test_what_cannot_be_written_or_served_is_reported_before_the_model_is_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    max_tokens: str,
+    option: str,
 ) -> None:
     def load(config: RunConfig) -> LLM:
         raise AssertionError("loaded")
 
     monkeypatch.setattr(LLM, "from_config", load)
-    assert main(["trace", "--html", str(tmp_path / name)]) == 1
+    assert main(["trace", "--html", str(tmp_path / name), "--max-tokens", max_tokens]) == 1
     captured = capsys.readouterr()
-    assert captured.err.startswith("--html = ") and captured.out == ""
+    assert captured.err.startswith(f"{option} = ") and captured.out == ""
 
 
 def test_a_config_without_speculation_has_nothing_to_draw(

@@ -400,7 +400,7 @@ def test_variables_of_the_plugin_are_checked_where_a_tree_is_for_tensorrt_llm(
     config = RunConfig(engine=EngineConfig(model="m"), speculative=spec, env_overrides=environment)
     (problem,) = host_problems(config, "tensorrt_llm")
     assert problem.option == f"env_overrides.{option}" and rule in problem.rule
-    assert host_problems(config, "embedded") == []
+    assert host_problems(config, "embedded") == ([] if option == "TLLM_FMHA_LIBS" else [problem])
     chain = SpeculativeConfig(tree_topk=1, speculative_model="h")
     plain = RunConfig(engine=EngineConfig(model="m"), speculative=chain, env_overrides=environment)
     assert host_problems(plain, "tensorrt_llm") == []
@@ -415,6 +415,29 @@ def test_variables_that_name_the_plugin_are_right(libraries: str, mode: str, rej
     spec = SpeculativeConfig(num_nodes=21, speculative_model="h", use_rejection_sampling=rejection)
     config = RunConfig(engine=EngineConfig(model="m"), speculative=spec, env_overrides=environment)
     assert host_problems(config, "tensorrt_llm") == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "rejection", "remedy"),
+    [
+        ("greedy", False, "leave temperature out"),
+        ("rejection", False, "use_rejection_sampling to true"),
+        ("rejection", True, None),
+        ("gumbel", False, None),
+    ],
+)
+def test_the_embedded_host_takes_a_verify_mode_only_where_the_config_says_the_same(
+    mode: str, rejection: bool, remedy: str | None
+) -> None:
+    spec = SpeculativeConfig(speculative_model="h", use_rejection_sampling=rejection)
+    environment = {"TLLM_TREE_VERIFY": mode}
+    config = RunConfig(engine=EngineConfig(model="m"), speculative=spec, env_overrides=environment)
+    found = [(problem.option, problem.remedy) for problem in host_problems(config, "embedded")]
+    assert [option for option, _ in found] == (["env_overrides.TLLM_TREE_VERIFY"] if remedy else [])
+    assert remedy is None or remedy in found[0][1]
+    chain = SpeculativeConfig(tree_topk=1, speculative_model="h")
+    plain = RunConfig(engine=EngineConfig(model="m"), speculative=chain, env_overrides=environment)
+    assert host_problems(plain, "embedded") == []
 
 
 def test_the_shipped_configs_load() -> None:

@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         overrides["speculative_config"] = {"speculative_model": args.speculative_model}
     host: Host = args.host or _installed_host()
     config, file_problems = read_config(args.config, overrides=overrides)
+    if not file_problems:
+        file_problems = _nothing_asked(args.config, config)
     planned = planned_run(config, host)
     problems = file_problems + all_problems(config, host, planned)
     # What was read beside errors is not what would run.
@@ -101,6 +103,16 @@ def all_problems(config: RunConfig, host: Host, planned: PlannedRun) -> list[Pro
     from trtllm_tree.support.plan import run_problems
 
     return host_problems(config, host) + model_problems(config, host) + run_problems(planned)
+
+
+def _nothing_asked(path: str, config: RunConfig) -> list[Problem]:
+    """A file without a key, and no model from the command line: there is nothing that would run."""
+    from trtllm_tree.config import EngineConfig, RunConfig
+
+    if config.written or config != RunConfig(engine=EngineConfig(model="")):
+        return []
+    rule = "names no model and sets no option"
+    return [Problem("config file", path, rule, "Write its keys, or add --model DIR.")]
 
 
 def _probed(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:

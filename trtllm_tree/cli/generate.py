@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import time
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_tree.cli.request_options import add_request_arguments, params_of
 from trtllm_tree.config.engine import EngineConfig
-from trtllm_tree.config.guided_decoding import GuidedDecodingParams
 from trtllm_tree.config.load import RunConfig, load_config
 from trtllm_tree.config.sampling import SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
@@ -36,8 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     add_run_arguments(parser)
-    _add_sampling_arguments(parser)
-    _add_grammar_arguments(parser)
+    add_request_arguments(parser)
     parser.add_argument(
         "--compare", action="store_true", help="run plain, chain and tree, and say whether they agree"
     )
@@ -53,98 +50,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help='target model directory, or "demo"')
     parser.add_argument("--speculative-model", metavar="DIR", help='draft head directory, or "demo"')
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the user's message")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt into the chat template")
-
-
-def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "greedy unless a temperature above 0 is given")
-    group.add_argument("--temperature", type=float, help="what logits are divided by (default: 0)")
-    group.add_argument("--top-k", type=int, help="draw among the likeliest K tokens")
-    group.add_argument(
-        "--top-p", type=float, help="of these, among the likeliest that hold P of the probability"
-    )
-    group.add_argument("--min-p", type=float, help="of these, among those P times as likely as the likeliest")
-    group.add_argument("--repetition-penalty", type=float, help="divides logits of tokens seen (default: 1)")
-    group.add_argument(
-        "--frequency-penalty", type=float, help="taken off for every time a token was generated"
-    )
-    group.add_argument("--presence-penalty", type=float, help="taken off for a token that was generated")
-    group.add_argument(
-        "--logit-bias",
-        type=_bias,
-        action="append",
-        metavar="ID=BIAS",
-        help="added to the logit of a token id; may be repeated",
-    )
-    group.add_argument("--min-tokens", type=int, default=0, help="tokens before the output may end")
-    group.add_argument(
-        "--bad-word", action="append", metavar="TEXT", help="is not generated; may be repeated"
-    )
-    group.add_argument("--seed", type=int, help="of the draws (default: a new one, which is printed)")
-
-
-def _add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("structured output", "the form of the output; one of these")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--json-schema", metavar="FILE", help="JSON that is valid by this schema")
-    one.add_argument("--json-object", action="store_true", help="any JSON object or array")
-    one.add_argument("--regex", metavar="TEXT", help="a text that matches as a whole")
-    one.add_argument("--choice", action="append", metavar="TEXT", help="one of the texts; may be repeated")
-    one.add_argument(
-        "--grammar", metavar="FILE", help="a text of this EBNF grammar, whose first rule is root"
-    )
-
-
-def _grammar_of(args: argparse.Namespace) -> GuidedDecodingParams | None:
-    options = {
-        "json": None if args.json_schema is None else _file_text("--json-schema", args.json_schema),
-        "json_object": args.json_object,
-        "regex": args.regex,
-        "choice": args.choice,
-        "grammar": None if args.grammar is None else _file_text("--grammar", args.grammar),
-    }
-    return (
-        GuidedDecodingParams(**options)
-        if any(value not in (None, False) for value in options.values())
-        else None
-    )
-
-
-def _file_text(option: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        rule, remedy = f"cannot be read ({error})", "Name a text file in UTF-8."
-        raise ConfigError(Problem(option, path, rule, remedy)) from error
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, as in 42=-1.5") from None
-
-
-def _sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Sampling parameters of the command line; a missing seed is drawn here, so that every run has the same."""
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
-        logit_bias=dict(args.logit_bias) if args.logit_bias else None,
-        min_tokens=args.min_tokens,
-        bad_words=args.bad_word,
-        guided_decoding=_grammar_of(args),
-    )
-    return replace(params, seed=secrets.randbits(64)) if params.is_sampled and args.seed is None else params
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
@@ -184,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()
     config = config_of(args)
-    params = _sampling_of(args)
+    params = params_of(args)
     console = Console(stderr=args.json)
     if params.is_sampled and args.seed is None:
         console.print(f"[dim]seed {params.seed}[/dim]", highlight=False)
@@ -197,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         f"[dim]{len(report['token_ids'])} tokens, {report['target_forwards']} target forwards, "
         f"{report['tokens_per_forward']:.2f} tokens per forward, {seconds:.2f} s[/dim]"
     )
+    if params.logprobs is not None:
+        console.print(_logprob_table(report))
     if args.json:
         print(json.dumps(report | {"text": output.outputs[0].text}))
     return 0
@@ -211,22 +119,25 @@ def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace
     speculative = config.speculative
     if speculative.use_rejection_sampling and params.is_sampled:
         rule = "rejection sampling keeps the law of plain decoding, not its tokens, so there is nothing to compare"
-        remedy = "Set use_rejection_sampling to false, or leave --temperature out."
+        remedy = "Set use_rejection_sampling to false, or sample nothing: --temperature 0."
         raise ConfigError(Problem("speculative_config.use_rejection_sampling", True, rule, remedy))
-    chain = SpeculativeConfig(
-        tree_topk=1, num_steps=speculative.num_steps, speculative_model=speculative.speculative_model
-    )
-    modes = {"plain": None, "chain": chain, "tree": speculative}
+    modes: dict[str, SpeculativeConfig | None] = {"plain": None, "chain": speculative}
+    if speculative.is_tree:
+        modes["chain"] = SpeculativeConfig(
+            tree_topk=1, num_steps=speculative.num_steps, speculative_model=speculative.speculative_model
+        )
+        modes["tree"] = speculative
     outputs: dict[str, tuple[RequestOutput, float]] = {}
     for name, mode in modes.items():
         console.print(f"[dim]running {name} ...[/dim]")
         outputs[name] = _timed(replace(config, speculative=mode), params, args, warm_up=True)
     reports: dict[str, Any] = {name: _report(*result) for name, result in outputs.items()}
     identical = all(report["token_ids"] == reports["plain"]["token_ids"] for report in reports.values())
-    console.print(outputs["tree"][0].outputs[0].text, markup=False, highlight=False)
+    console.print(list(outputs.values())[-1][0].outputs[0].text, markup=False, highlight=False)
     console.print(_table(reports, speculative))
     verdict = "[green]identical[/green]" if identical else "[red]DIFFERENT[/red]"
-    console.print(f"outputs of plain, chain and tree: {verdict}")
+    names = "plain, chain and tree" if speculative.is_tree else "plain and chain"
+    console.print(f"outputs of {names}: {verdict}")
     if not identical and config.engine.dtype != "float32":
         console.print(
             "[dim]In a 16-bit dtype two runs may part where the best logits nearly tie; float32 shows whether\n"
@@ -258,12 +169,33 @@ def _timed(
 
 
 def _report(output: RequestOutput, seconds: float) -> dict[str, Any]:
-    return {
-        "token_ids": output.outputs[0].token_ids,
+    completion = output.outputs[0]
+    report = {
+        "token_ids": completion.token_ids,
         "target_forwards": output.acceptance.target_forwards,
         "tokens_per_forward": output.acceptance.tokens_per_forward,
         "seconds": seconds,
     }
+    if completion.logprobs is not None:
+        report["logprobs"] = [
+            {token: asdict(scored) for token, scored in entry.items()} for entry in completion.logprobs
+        ]
+    return report
+
+
+def _logprob_table(report: dict[str, Any]) -> Table:
+    table = Table(title="log-probabilities by the model's raw logits")
+    for column in ("token", "logprob", "rank", "likeliest"):
+        table.add_column(column, justify="left" if column == "likeliest" else "right")
+    for token, entry in zip(report["token_ids"], report["logprobs"], strict=True):
+        ranked = sorted(entry.items(), key=lambda item: item[1]["rank"])
+        likeliest = ", ".join(
+            f"{other} {scored['logprob']:.3f}" for other, scored in ranked if other != token
+        )
+        table.add_row(
+            str(token), f"{entry[token]['logprob']:.3f}", str(entry[token]["rank"]), likeliest or "-"
+        )
+    return table
 
 
 def _table(reports: dict[str, Any], config: SpeculativeConfig) -> Table:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Names of the YAML file's option: newer versions know both.
 _CONFIG = ("--config", "--extra_llm_api_options")
+_HOST = "tensorrt_llm"
+_MISSING = "TensorRT-LLM is not installed here. Install tensorrt_llm (NVIDIA's containers bring it)."
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,9 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--host",
-        choices=("embedded", "tensorrt_llm"),
-        default="tensorrt_llm",
-        help="the runtime (default: %(default)s)",
+        metavar="RUNTIME",
+        default=_HOST,
+        help="the runtime; %(default)s, the default, is the only one with a server",
     )
     parser.add_argument(*_CONFIG, metavar="YAML", dest="config", help="file with TensorRT-LLM's keys")
     parser.add_argument(
@@ -58,16 +60,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError, UnsupportedError: with every problem, before anything is loaded.
     """
     path, passed_on = _config_option(args)
-    if args.host == "embedded":
-        rule, remedy = (
-            "the embedded host has no server yet",
-            "Use --host tensorrt_llm, or LLM(...) in Python.",
-        )
-        raise UnsupportedError(Problem("--host", args.host, rule, remedy))
-    from trtllm_tree.hosts.tensorrt_llm.llm import MISSING
-
+    if args.host != _HOST:
+        raise UnsupportedError(_host_problem(args.host))
     if importlib.util.find_spec("tensorrt_llm") is None:
-        raise HostUnavailableError(MISSING)
+        raise HostUnavailableError(_MISSING)
     config = _checked(path, args.model)
     # Without the name of a subcommand it serves.
     arguments = [args.model, *passed_on]
@@ -75,6 +71,15 @@ def run(args: argparse.Namespace) -> int:
         # The one name that all versions know.
         arguments += [_CONFIG[1], path]
     return _serve(config, arguments)
+
+
+def _host_problem(host: str) -> Problem:
+    if host == "embedded":
+        rule, remedy = "the embedded host has no server yet", f"Use --host {_HOST}, or LLM(...) in Python."
+    else:
+        rule = f"must be {_HOST} before MODEL"
+        remedy = "Write the server's own --host, an address, behind MODEL."
+    return Problem("--host", host, rule, remedy)
 
 
 def _config_option(args: argparse.Namespace) -> tuple[str | None, list[str]]:
@@ -96,7 +101,7 @@ def _checked(path: str | None, model: str) -> RunConfig:
     if path is None:
         return RunConfig(engine=EngineConfig(model=model))
     config, problems = read_config(path, overrides={"model": model})
-    problems += all_problems(config, "tensorrt_llm", planned_run(config, "tensorrt_llm"))
+    problems += all_problems(config, _HOST, planned_run(config, _HOST))
     if problems:
         raise ConfigError(problems)
     return config

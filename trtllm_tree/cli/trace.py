@@ -10,7 +10,7 @@ from typing import Any
 
 from trtllm_tree.cli.generate import add_run_arguments, config_of, prompt_of
 from trtllm_tree.config.sampling import SamplingParams
-from trtllm_tree.errors import ConfigError, Problem
+from trtllm_tree.errors import ConfigError, Problem, RequestError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--html", metavar="FILE", required=True, help="the page to write")
     add_run_arguments(parser)
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     parser.set_defaults(run=run)
 
 
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: also for a FILE that cannot be written.
+        RequestError: a limit that cannot be served.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -38,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     from trtllm_tree.trace import TraceRecorder, render_html
 
     path = _page_path(args.html)
+    params = SamplingParams(max_tokens=args.max_tokens)
+    if problems := params.validate():
+        raise RequestError(problems)
     config = config_of(args)
     speculative = config.speculative
     if speculative is None:
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM.from_config(config) as llm:
         assert llm.spec_round is not None, "a speculative config builds a round"
         llm.spec_round.observer = recorder
-        output = llm.generate(prompt_of(llm, args), SamplingParams(max_tokens=args.max_tokens))
+        output = llm.generate(prompt_of(llm, args), params)
         decode = _token_text(llm.tokenizer)
     acceptance = output.acceptance
     # A stop condition may cut tokens that the last round kept.

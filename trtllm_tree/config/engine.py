@@ -6,12 +6,14 @@ about what is installed: "auto" is resolved by the engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TypeGuard
 
 from trtllm_tree.config.keys import ENGINE_FIELDS
+from trtllm_tree.config.option_names import refuse_unknown
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.errors import ConfigError, Problem
 
@@ -24,6 +26,7 @@ TRTLLM_KV_CACHE_DTYPE = "nvfp4"
 KV_CACHE_DTYPE_RULE = "K/V are kept as auto (the model's dtype) or fp8 (E4M3, unscaled)"
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """One model on one device.
@@ -57,6 +60,8 @@ class EngineConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         problems = _engine_problems(values, {})
         if problems:

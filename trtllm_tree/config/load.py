@@ -95,7 +95,7 @@ def read_config(
     kept = {str(key): value for key, value in sections["kv_cache_config"].items() if key in KV_CACHE_OPTIONS}
     if kept:
         extra["kv_cache_config"] = kept
-    environment = _environment(sections["env_overrides"], problems)
+    environment = read_environment(sections["env_overrides"], problems)
     config = RunConfig(
         engine=engine,
         speculative=speculative,
@@ -182,7 +182,7 @@ def _salvaged(section: Mapping[Any, Any]) -> SpeculativeConfig | None:
     return SpeculativeConfig(tree_topk=1, speculative_model=head, host_options=kept)
 
 
-def _environment(section: Mapping[Any, Any], problems: list[Problem]) -> dict[str, str]:
+def read_environment(section: Mapping[Any, Any], problems: list[Problem]) -> dict[str, str]:
     """Variables as strings. Numbers are taken as written; true and null have no one spelling as a string."""
     environment = {}
     for name, value in section.items():

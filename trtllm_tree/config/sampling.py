@@ -1,15 +1,17 @@
 """What one request asks for: length, stops, sampling.
 
 A bad value is found by `validate` when the request is added, never on construction, so that one bad request
-fails alone. An option that cannot be honoured is named, never dropped.
+fails alone; only an unknown name is found at once. An option that cannot be honoured is named, never dropped.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 
 from trtllm_tree.config.guided_decoding import GuidedDecodingParams
+from trtllm_tree.config.option_names import refuse_unknown
 from trtllm_tree.config.tree_rules import is_int
 from trtllm_tree.errors import Problem
 
@@ -23,13 +25,15 @@ MAX_BAD_WORD_LEN = 32
 MAX_LOGPROBS = 20
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Names and defaults as in TensorRT-LLM and vLLM.
 
     Args:
         max_tokens: tokens to generate at most.
-        temperature: None or 0 decodes greedily, whatever the other sampling options say.
+        temperature: 0 decodes greedily, whatever the other sampling options say. None is 1 where top_k or top_p is
+            given, and greedy without both, as in TensorRT-LLM.
         top_k: draw among the `top_k` likeliest tokens; 0 or None: among all.
         top_p: of these, among the likeliest that together hold at least this much probability.
         min_p: of these, among tokens at least `min_p` times as likely as the likeliest.
@@ -51,6 +55,9 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end token, unless a grammar has ended.
         skip_special_tokens: leave special tokens out of the text.
         n: completions per prompt; only 1 is served yet.
+
+    Raises:
+        ConfigError: an option that there is none of, with the nearest one.
     """
 
     max_tokens: int = 32
@@ -79,7 +86,15 @@ class SamplingParams:
     @property
     def is_sampled(self) -> bool:
         """Whether tokens are drawn and not the likeliest."""
+        if self.temperature is None:
+            return self.top_k is not None or self.top_p is not None
         return bool(self.temperature)
+
+    def resolved(self) -> SamplingParams:
+        """The same, with the temperature that valid params are decoded at."""
+        if self.temperature is not None:
+            return self
+        return replace(self, temperature=1.0 if self.is_sampled else 0.0)
 
     @property
     def penalties(self) -> tuple[float, float, float]:
@@ -104,7 +119,8 @@ class SamplingParams:
             problems.append(_wrong("max_tokens", self.max_tokens, "must be a positive integer", 32))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                problems.append(_wrong(name, getattr(self, name), "must be true or false", False))
+                rule, remedy = "must be true or false", f"Set {name} to True or False."
+                problems.append(Problem(name, getattr(self, name), rule, remedy))
         if isinstance(self.guided_decoding, GuidedDecodingParams):
             problems += self.guided_decoding.problems()
         elif self.guided_decoding is not None:
@@ -152,7 +168,8 @@ class SamplingParams:
             and all(_is_number(value) and abs(value) <= MAX_EDIT for value in bias.values())
         ):
             rule = f"must map token ids >= 0 to numbers of at most {MAX_EDIT:.0f} in size"
-            remedy = "Ban tokens with bad_words_ids."
+            has_ids = isinstance(bias, dict) and all(map(is_int, bias))
+            remedy = "Ban tokens with bad_words_ids." if has_ids else "Write ids as integers: {42: -1.5}."
             problems.append(Problem("logit_bias", bias, rule, remedy))
         if not is_int(self.min_tokens) or self.min_tokens < 0:
             problems.append(_wrong("min_tokens", self.min_tokens, "must be an integer >= 0", 0))
@@ -199,4 +216,4 @@ def _is_token_list(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

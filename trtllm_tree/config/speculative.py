@@ -6,6 +6,7 @@ Owns the validation of (K, S, N) through tree_rules.py and the translation from 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -17,6 +18,7 @@ from trtllm_tree.config.keys import (
     SPECULATIVE_OPTIONS,
     unknown_key_problems,
 )
+from trtllm_tree.config.option_names import refuse_unknown
 from trtllm_tree.config.tree_rules import (
     DEFAULT_STEPS,
     DEFAULT_TOPK,
@@ -33,6 +35,7 @@ from trtllm_tree.errors import ConfigError, Problem
 TRTLLM_MAX_NODES = 64
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
     """Draft-tree speculation; a tree_topk of 1 drafts a chain.
@@ -64,6 +67,8 @@ class SpeculativeConfig:
     is_default_nodes: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_model, os.PathLike):
+            object.__setattr__(self, "speculative_model", os.fspath(self.speculative_model))
         problems = tree_problems(self.tree_topk, self.num_steps, self.num_nodes, PYTHON_SPELLING)
         problems += _decoding_type_problems("decoding_type", self.decoding_type)
         problems += _head_problems("speculative_model", self.speculative_model)

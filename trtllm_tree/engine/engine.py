@@ -104,6 +104,7 @@ class Engine:
             raise RequestError(problems)
         if problems := self._grammar_problems(params):
             raise RequestError(problems)
+        params = params.resolved()
         output = OutputText(self._tokenizer, params, self._eos_ids)
         # Kept by the request, so that whatever runs it again repeats it.
         seed = secrets.randbits(64) if params.is_sampled and params.seed is None else params.seed or 0
@@ -162,7 +163,7 @@ class Engine:
             )
         elif not self._scheduler.fits(self.hook.max_kv_extent(limit)):
             rule = f"prompt plus max_tokens ({limit} tokens, and one verify window) must fit the KV pool"
-            remedy = "Lower max_tokens, or raise kv_cache_config.max_tokens."
+            remedy = "Lower max_tokens, or raise kv_cache_tokens (in YAML kv_cache_config.max_tokens)."
             problems.append(Problem("max_tokens", params.max_tokens, rule, remedy))
         return problems
 
