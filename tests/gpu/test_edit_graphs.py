@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.sync_trap import waiting_fails
 from tests.gpu.test_decode_graphs import BUDGETS, MODES, PROMPTS, _llm
 from trtllm_tree import SamplingParams
 from trtllm_tree.engine.decode_step import DecodeGraphs
@@ -51,7 +52,6 @@ def test_replayed_steps_edit_and_score_as_eager_ones(mode: str, tiny_target: Pat
             assert values == pytest.approx([each.logprob for each in other.values()], abs=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shape", ["row", "chain", "tree"])
 def test_no_edit_and_no_logprob_waits_for_the_device(shape: str) -> None:
     num_rows, vocab = (1 if shape == "row" else 5), 1000
@@ -83,8 +83,5 @@ def test_no_edit_and_no_logprob_waits_for_the_device(shape: str) -> None:
 
     step()
     torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_fails():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.gpu.sync_trap import waiting_fails
 from trtllm_tree.attention.compact import KVCompactor
 from trtllm_tree.bench.ops.entry import Call, Case
 from trtllm_tree.bench.ops.round_glue import RoundRig
@@ -192,7 +193,6 @@ def _assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_round_never_syncs_and_never_allocates(name: str, sampler: str) -> None:
@@ -203,11 +203,8 @@ def test_round_never_syncs_and_never_allocates(name: str, sampler: str) -> None:
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_fails():
         rig.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "the round allocated memory"
     reference.step()
     _assert_same(rig.state(), reference.state())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.sync_trap import waiting_fails
 from tests.hosts.tensorrt_llm.hybrid_runs import hybrid_pair
 from tests.hosts.tensorrt_llm.tree_runs import (
     agreeing_pair,
@@ -227,11 +228,8 @@ def test_an_eager_decode_step_never_waits_for_the_device(
             if inputs["attn_metadata"].num_contexts or len(executor._active) < 2:
                 return inner(**inputs)
             steps.append(1)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_fails():
                 return inner(**inputs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         executor.model.forward = forward
         _tokens(executor)

@@ -29,57 +29,74 @@ class Mamba2Mixer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         cache = attn_metadata.kv_cache_manager.mamba_layer_cache(self.layer_idx)
-        slots = mamba_metadata.state_indices[: attn_metadata.num_seqs].tolist()
+        slots = mamba_metadata.state_indices[: attn_metadata.num_seqs].long()
+        split, size = attn_metadata.num_contexts, attn_metadata.num_generations
         inputs = self.in_proj(hidden_states)
-        rows = inputs.split(attn_metadata.seq_lens.tolist())
-        found, split = [], attn_metadata.num_contexts
-        past = attn_metadata.kv_cache_params.num_cached_tokens_per_seq
-        verifies = spec_metadata is not None and attn_metadata.kv_cache_manager.is_speculative()
-        parents = self._parents(attn_metadata, spec_metadata) if verifies else []
-        for row, (inputs, slot) in enumerate(zip(rows, slots, strict=True)):
-            starts = row < split and past[row] == 0
-            before = torch.zeros_like(inputs[0]) if starts else cache.temporal[slot]
-            if row >= split and verifies:
-                states = self._states(inputs, before, parents[row - split])
-                cache.intermediate_ssm[row - split, : len(inputs)] = states
-            else:
-                states = self._states(inputs, before, list(range(-1, len(inputs) - 1)))
-                cache.temporal[slot] = states[-1]
-            found.append(states)
+        num_context_rows = int(attn_metadata.num_ctx_tokens)
+        found = [self._prompts(inputs[:num_context_rows], slots, attn_metadata, cache)] if split else []
+        if size:
+            found.append(
+                self._generations(inputs[num_context_rows:], slots, attn_metadata, spec_metadata, cache)
+            )
         return self.out_proj(torch.cat(found).tanh())
 
-    def _states(self, inputs: Tensor, before: Tensor, parents: list[int]) -> Tensor:
-        states: list[Tensor] = []
-        for row, parent in zip(inputs, parents, strict=True):
-            states.append(self.decay.sigmoid() * (before if parent < 0 else states[parent]) + row)
-        return torch.stack(states)
+    def _prompts(self, inputs: Tensor, slots: Tensor, attn_metadata: Any, cache: Any) -> Tensor:
+        """One after the other: these steps are not captured."""
+        split, found = attn_metadata.num_contexts, []
+        past = attn_metadata.kv_cache_params.num_cached_tokens_per_seq
+        for row, rows in enumerate(inputs.split(attn_metadata.seq_lens[:split].tolist())):
+            slot = int(slots[row])
+            before = torch.zeros_like(rows[0]) if past[row] == 0 else cache.temporal[slot]
+            states = self._states(rows.unsqueeze(0), before.unsqueeze(0), _chain(1, len(rows), rows.device))[
+                0
+            ]
+            cache.temporal[slot] = states[-1]
+            found.append(states)
+        return torch.cat(found)
 
-    def _parents(self, attn_metadata: Any, spec_metadata: Any) -> list[list[int]]:
+    def _generations(
+        self, inputs: Tensor, slots: Tensor, attn_metadata: Any, spec_metadata: Any, cache: Any
+    ) -> Tensor:
+        """All at once, without a look at the device: a graph may be captured here."""
+        size, slots = attn_metadata.num_generations, slots[attn_metadata.num_contexts :]
+        rows = inputs.view(size, -1, inputs.shape[1])
+        if spec_metadata is not None and attn_metadata.kv_cache_manager.is_speculative():
+            states = self._states(rows, cache.temporal[slots], self._parents(attn_metadata, spec_metadata))
+            cache.intermediate_ssm[:size, : rows.shape[1]] = states
+        else:
+            states = self._states(rows, cache.temporal[slots], _chain(size, rows.shape[1], rows.device))
+            cache.temporal[slots] = states[:, -1]
+        return states.flatten(0, 1)
+
+    def _states(self, inputs: Tensor, before: Tensor, parents: Tensor) -> Tensor:
+        """Of inputs [B, N, W] behind states [B, W]; a node of int64 parents [B, N] comes behind its parent."""
+        states = before.unsqueeze(1)
+        for node in range(inputs.shape[1]):
+            index = (parents[:, node] + 1).view(-1, 1, 1).expand(-1, 1, states.shape[2])
+            state = self.decay.sigmoid() * states.gather(1, index) + inputs[:, node : node + 1]
+            states = torch.cat((states, state), dim=1)
+        return states[:, 1:]
+
+    def _parents(self, attn_metadata: Any, spec_metadata: Any) -> Tensor:
         """Of the nodes of each generation request: the row before, or what the links of a tree say."""
         size, nodes = attn_metadata.num_generations, spec_metadata.runtime_draft_len + 1
         if not spec_metadata.is_spec_dec_dynamic_tree:
-            return [list(range(-1, nodes - 1))] * size
+            return _chain(size, nodes, device())
         if attn_metadata.kv_cache_manager.use_replay_state_update:
             raise NotImplementedError("replayed states of a dynamic tree")
-        if size == 0:
-            return []
-        assert (
-            spec_metadata.retrieve_next_token is not None and spec_metadata.retrieve_next_sibling is not None
-        )
-        children, siblings = (
-            links[:size].tolist()
-            for links in (spec_metadata.retrieve_next_token, spec_metadata.retrieve_next_sibling)
-        )
-        found = []
-        for child, sibling in zip(children, siblings, strict=True):
-            parents = [-1] * nodes
-            for node in range(nodes):
-                if child[node] >= 0:
-                    parents[child[node]] = node
-                if sibling[node] >= 0:
-                    parents[sibling[node]] = parents[node]
-            found.append(parents)
-        return found
+        links = spec_metadata.retrieve_next_token, spec_metadata.retrieve_next_sibling
+        assert links[0] is not None and links[1] is not None
+        # What is no link goes into a column more.
+        children, siblings = (link[:size].long().where(link[:size] >= 0, nodes) for link in links)
+        parents = torch.full((size, nodes + 1), -1, device=children.device)
+        for node in range(nodes):
+            parents.scatter_(1, children[:, node : node + 1], node)
+            parents.scatter_(1, siblings[:, node : node + 1], parents[:, node : node + 1].clone())
+        return parents[:, :nodes]
+
+
+def _chain(size: int, nodes: int, place: Any) -> Tensor:
+    return torch.arange(-1, nodes - 1, device=place).expand(size, -1)
 
 
 class NemotronHLayer(nn.Module):
