@@ -42,7 +42,9 @@ def _load_block(
     """(latent, rope, visible) of the columns from `start`. A slot that no row of the tile sees is not read."""
     column = start + tl.arange(0, BLOCK_N)
     first = tl.maximum(start, 0)
-    word = tl.load(mask_ptr + first // 64, mask=row_valid & (start < end), other=0)
+    # As a vector: newer interpreters take `vector & scalar` for an integer.
+    has_columns = mask_ptr.to(tl.int64) * 0 + start < end
+    word = tl.load(mask_ptr + first // 64, mask=row_valid & has_columns, other=0)
     # Halves of the word, since 64-bit shifts of a tile cost registers.
     low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
     bit = column - first // 64 * 64

@@ -12,9 +12,11 @@ from trtllm_tree.kernels._triton import bit_or, tl, triton
 def mask_word(mask_ptr, start, window, row_valid):
     """The word that holds the window columns among the 32 from `start` on, shifted so that the first is bit 0."""
     first = tl.maximum(start, 0)
-    # As a vector: newer interpreters take `vector & scalar` for an integer.
-    has_columns = mask_ptr.to(tl.int64) * 0 + start > -32
-    word = tl.load(mask_ptr + first // 64, mask=row_valid & has_columns & (first < window), other=0)
+    # As vectors: newer interpreters take `vector & scalar` for an integer.
+    none = mask_ptr.to(tl.int64) * 0
+    has_columns = none + start > -32
+    in_window = none + first < window
+    word = tl.load(mask_ptr + first // 64, mask=row_valid & has_columns & in_window, other=0)
     return (word >> (first & 63)).to(tl.int32)
 
 
