@@ -122,7 +122,9 @@ def tree_decode_mla_kernel(
             column = start + n
             in_rest = (column >= -rest) & (column < 0)
             # BLOCK_N divides 64, so the bits of a block lie in one word.
-            word = tl.load(mask_row + start // 64, mask=row_valid & (start >= 0), other=0)
+            # As a vector: newer interpreters take `vector & scalar` for an integer.
+            has_columns = mask_row.to(tl.int64) * 0 + start >= 0
+            word = tl.load(mask_row + start // 64, mask=row_valid & has_columns, other=0)
             # As halves of 32 bits: a whole tile of 64-bit shifts would cost registers.
             low = (word >> (start & 63)).to(tl.int32)
             bits, any_bits = low[:, None], tl.reduce(low, 0, bit_or)

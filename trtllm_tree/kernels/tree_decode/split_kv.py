@@ -174,7 +174,9 @@ def tree_decode_kernel(
             start = first_column + i * TAIL_N
             column = start + n
             in_rest = (column >= -rest) & (column < 0)
-            bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & (start >= 0), other=0)
+            # As a vector: newer interpreters take `vector & scalar` for an integer.
+            has_columns = mask_offset * 0 + start >= 0
+            bits = tl.load(mask_ptr + mask_offset + start // 64, mask=row_valid & has_columns, other=0)
             bits = bits >> (start & 63)
             any_bits = tl.reduce(bits, 0, bit_or)
             in_window = column < window
