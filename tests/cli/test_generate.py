@@ -266,6 +266,16 @@ def test_acceptance_counts_decode_tokens_over_decode_forwards(
         assert row["tokens_per_forward"] == pytest.approx(decoded / row["target_forwards"])
 
 
+def test_acceptance_shows_what_failed(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("a", "b " * 400)))
+    assert main(["bench", "acceptance", "--config", config, "--max-tokens", "8", str(prompts)]) == 0
+    assert capsys.readouterr().out.count("long (1, 1 failed)") == 2
+
+
 def test_acceptance_names_missing_files_and_broken_lines(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,9 @@ def run_acceptance(args: argparse.Namespace) -> int:
         table.add_column(column)
     for row in rows:
         numbers = (str(row.num_tokens), str(row.target_forwards), f"{row.tokens_per_forward:.3f}")
-        table.add_row(f"{row.prompts} ({row.num_prompts})", row.mode, *numbers, f"{row.seconds:.1f}")
+        failed = f", {row.num_failed} failed" if row.num_failed else ""
+        name = f"{row.prompts} ({row.num_prompts}{failed})"
+        table.add_row(name, row.mode, *numbers, f"{row.seconds:.1f}")
     Console(stderr=args.json).print(table)
     if args.json:
         print(to_json(rows))
