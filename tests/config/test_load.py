@@ -420,7 +420,7 @@ def test_variables_that_name_the_plugin_are_right(libraries: str, mode: str, rej
 @pytest.mark.parametrize(
     ("mode", "rejection", "remedy"),
     [
-        ("greedy", False, "leave temperature out"),
+        ("greedy", False, "temperature 0"),
         ("rejection", False, "use_rejection_sampling to true"),
         ("rejection", True, None),
         ("gumbel", False, None),

@@ -183,7 +183,7 @@ def _embedded_mode_problems(environment: Mapping[str, str], *, rejection: bool) 
     if problems := _mode_problems(environment, rejection=rejection):
         return problems
     if mode == "greedy":
-        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}, and leave temperature out of requests."
+        remedy = f"Set {VERIFY_VARIABLE} to {DEFAULT_VERIFY_MODE}, and send requests with temperature 0."
     elif mode == "rejection" and not rejection:
         remedy = "Set speculative_config.use_rejection_sampling to true."
     else:
