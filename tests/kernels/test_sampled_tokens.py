@@ -89,6 +89,18 @@ def by_kernel(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
     return tokens
 
 
+def by_plain_kernel(logits: torch.Tensor, given: Parameters) -> torch.Tensor:
+    """Of rows that keep all ids, whatever their parameters say: NaN would show that one was looked at."""
+    tokens = torch.full((len(logits),), 12345, dtype=torch.int32, device=logits.device)
+    workspace = torch.zeros(workspace_shape(len(logits)), dtype=torch.int64, device=logits.device)
+    unused = {name: torch.full_like(given[name], torch.nan) for name in ("top_ps", "min_ps")}
+    unused["top_ks"] = torch.full_like(given["top_ks"], 3)
+    gathered = torch.empty(0, gathered_shape(1)[1], dtype=torch.int64, device=logits.device)
+    kernel.launch(logits, *(given | unused).values(), tokens, workspace, gathered, filters=False)
+    assert not workspace.any()
+    return tokens
+
+
 def hostile_logits(vocab: int, rows: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Rows strided so that most of them are not aligned; many logits are -inf, and bf16 makes many of them equal."""
     logits = torch.randn(rows, vocab + 3).mul(3)
@@ -447,6 +459,22 @@ def test_neighbouring_positions_and_ids_are_drawn_independently(device: str) -> 
     assert p_value(tokens, uniform) > 0.001
     # The difference of two independent uniform draws is uniform modulo 8.
     assert p_value((tokens[1:] - tokens[:-1]) % 8, uniform) > 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 3, 17, 1000, 4099])
+def test_rows_that_filter_nothing_draw_alike_in_one_kernel(
+    vocab: int, dtype: torch.dtype, device: str
+) -> None:
+    settings = [(temperature, 0, 1.0, 0.0) for temperature in (0.0, 0.3, 1.0, 2.5)] * 2
+    logits, given = hostile_logits(vocab, len(settings), dtype, device), parameters(settings, device)
+    logits[4, vocab // 2] = torch.nan
+    logits[5] = -torch.inf
+    tokens = by_plain_kernel(logits, given).tolist()
+    assert tokens[4] == -1
+    assert tokens == by_reference(logits, given).tolist() == by_kernel(logits, given).tolist()
+    exact = oracle(logits.nan_to_num(nan=0.0, neginf=-torch.inf), given)
+    assert tokens[:4] + tokens[5:] == exact[:4] + exact[5:]
 
 
 def test_outputs_and_workspace_are_the_callers_and_serve_call_after_call(device: str, monkeypatch) -> None:

@@ -269,29 +269,46 @@ def test_rows_at_temperature_zero_get_what_the_greedy_sampler_gives(device):
     assert as_lists(got) == as_lists(make_sampler(9, device).verify(logits, tokens, tree=tree))
 
 
-def test_a_batch_in_which_nobody_samples_takes_the_argmax_op(monkeypatch):
-    draws = SlotDraws(4, 4, device="cpu")
-    draws.reset(0, SamplingParams(temperature=0.0), 1)
-    draws.reset(1, SamplingParams(temperature=1.0), 2)
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([[5], [6]])
+FILTERS = [
+    SamplingParams(temperature=1.0, top_k=3),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=1.0, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize("filtering", FILTERS)
+def test_a_batch_takes_the_cheapest_op_that_serves_all_of_its_requests(monkeypatch, filtering):
+    draws = SlotDraws(4, 8, device="cpu")
+    draws.reset(0, SamplingParams(temperature=0.0, top_k=3), 1)
+    draws.reset(1, SamplingParams(temperature=1.0, top_p=1.0), 2)
+    draws.reset(2, filtering.resolved(), 3)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
 
     def taken(slots: list[int]) -> list[str]:
         calls: list[str] = []
 
         def watch(op: str) -> Callable[..., torch.Tensor]:
             real = getattr(gumbel, op)
-            return lambda *args, **kwargs: calls.append(op) or real(*args, **kwargs)
+
+            def call(*args, filters: bool | None = None, **kwargs) -> torch.Tensor:
+                calls.append(op if filters is None else f"{op} filters={filters}")
+                return real(*args, **kwargs, **({} if filters is None else {"filters": filters}))
+
+            return call
 
         with monkeypatch.context() as patch:
             for op in ("greedy_tokens", "sampled_tokens"):
                 patch.setattr(gumbel, op, watch(op))
             draws.plan(slots)
-            tokens = draws.draw(logits, torch.tensor(slots), positions)
+            positions = torch.tensor([[5]] * len(slots))
+            tokens = draws.draw(logits[: len(slots)], torch.tensor(slots), positions)
         assert tokens[0] == logits[0].argmax()
-        return calls
+        return [draws.kind, *calls]
 
-    assert taken([0, 3]) == ["greedy_tokens"]
-    assert taken([0, 1]) == ["sampled_tokens"]
+    assert taken([0, 3]) == ["greedy", "greedy_tokens"]
+    assert taken([0, 1]) == ["plain", "sampled_tokens filters=False"]
+    assert taken([0, 1, 2]) == ["filtered", "sampled_tokens filters=True"]
+    draws.reset(2, SamplingParams(temperature=0.7), 4)
+    assert taken([0, 1, 2]) == ["plain", "sampled_tokens filters=False"]
     draws.reset(1, SamplingParams(temperature=0.0), 3)
-    assert taken([0, 1]) == ["greedy_tokens"]
+    assert taken([0, 1]) == ["greedy", "greedy_tokens"]

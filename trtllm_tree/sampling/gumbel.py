@@ -27,7 +27,8 @@ _MAX_INT32 = 2**31 - 1
 class SlotDraws:
     """The sampling parameters of every pool slot, and the draw of rows by them. All buffers have fixed addresses.
 
-    A batch in which nobody samples takes the argmax op: it is the same law, and costs less.
+    A batch in which nobody samples takes the argmax op: it is the same law, and costs less. So does a draw where nobody
+    filters (top-k, top-p, min-p).
 
     Args:
         num_slots: pool slots, the dummy one included; a slot that was never set is greedy.
@@ -37,8 +38,9 @@ class SlotDraws:
 
     def __init__(self, num_slots: int, max_rows: int, *, device: torch.device | str) -> None:
         longs = {"dtype": torch.int64, "device": device}
-        self.is_greedy = False
+        self.is_greedy, self._filters = False, True
         self._sampled: set[int] = set()
+        self._filtered: set[int] = set()
         self._seeds = torch.zeros(num_slots, **longs)
         # Temperature, top_k, top_p, min_p; the floats by their bits, so that one gather reads all four.
         self._options = torch.zeros(4, num_slots, dtype=torch.int32, device=device)
@@ -57,12 +59,14 @@ class SlotDraws:
     @property
     def kind(self) -> str:
         """See `engine.ports.TokenDraws`."""
-        return "greedy" if self.is_greedy else "sampled"
+        return "greedy" if self.is_greedy else "filtered" if self._filters else "plain"
 
     def reset(self, slot: int, params: SamplingParams, seed: int) -> None:
         """A request with valid `params` and this seed, 0 <= seed < 2**64, takes pool slot `slot`."""
-        (self._sampled.add if params.is_sampled else self._sampled.discard)(slot)
         top_p = 1.0 if params.top_p is None else params.top_p
+        filters = params.is_sampled and bool(params.top_k or top_p < 1 or params.min_p)
+        for slots, holds in ((self._sampled, params.is_sampled), (self._filtered, filters)):
+            (slots.add if holds else slots.discard)(slot)
         floats = torch.tensor([params.temperature or 0.0, top_p, params.min_p or 0.0])
         temperature, top_p_bits, min_p = floats.view(torch.int32).tolist()
         top_k = min(params.top_k or 0, _MAX_INT32)
@@ -73,6 +77,7 @@ class SlotDraws:
     def plan(self, slots: Sequence[int]) -> None:
         """See `engine.ports.TokenDraws`."""
         self.is_greedy = self._sampled.isdisjoint(slots)
+        self._filters = not self._filtered.isdisjoint(slots)
 
     def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The target's tokens behind some rows; allocates nothing and never waits for the device.
@@ -90,7 +95,7 @@ class SlotDraws:
         if self.is_greedy:
             return greedy_tokens(logits, tokens=tokens, workspace=self._greedy_workspace)
         parameters = self.row_parameters(slots, positions)
-        return sampled_tokens(logits, **parameters, tokens=tokens, **self.buffers)
+        return sampled_tokens(logits, **parameters, tokens=tokens, **self.buffers, filters=self._filters)
 
     def row_parameters(self, slots: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the ops that draw want to know of each row; arguments as for `draw`, overwritten by the next call."""

@@ -151,11 +151,12 @@ def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
     top_p = case["percent"] / 100
     logits = [normal(generator, (rows, vocab), case.torch_dtype) for _ in range(sets)]
     parameters = _parameters(case, rows, device)
+    filters = bool(top_k or top_p < 1)
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
         buffers = _row_buffers(logits)
-        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers, filters=filters)
 
     def gumbel(logits: torch.Tensor) -> torch.Tensor:
         return (logits.float() - torch.empty_like(logits, dtype=torch.float32).exponential_().log_()).argmax(

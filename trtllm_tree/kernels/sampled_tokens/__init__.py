@@ -28,6 +28,7 @@ def sampled_tokens(
     tokens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     gathered: torch.Tensor | None = None,
+    filters: bool = True,
 ) -> torch.Tensor:
     """Gumbel-max draw of each row, keyed by its seed and position; -1 for a row with any NaN.
 
@@ -53,6 +54,8 @@ def sampled_tokens(
         workspace: int64 of at least `workspace_shape(M)`, contiguous, zero at first use; allocated when None. Calls
             that may overlap need one each. The reference ignores it.
         gathered: int64 of at least `gathered_shape(M)`, contiguous, allocated when None; otherwise as `workspace`.
+        filters: False is the caller's word that top_ks, top_ps and min_ps keep all ids in every row: then they are not
+            looked at, and one kernel that reads each logit once does it all.
 
     All one-dimensional tensors are contiguous. With tokens and both buffers given nothing is allocated and nothing
     syncs on a GPU (CUDA-graph safe).
@@ -78,9 +81,9 @@ def sampled_tokens(
     if use_triton(logits):
         from trtllm_tree.kernels.sampled_tokens.triton import launch
 
-        launch(logits, *parameters, tokens, *row_buffers(logits, workspace, gathered))
+        launch(logits, *parameters, tokens, *row_buffers(logits, workspace, gathered), filters=filters)
     else:
         from trtllm_tree.kernels.sampled_tokens.reference import reference
 
-        reference(logits, *parameters, tokens)
+        reference(logits, *parameters, tokens, filters=filters)
     return tokens

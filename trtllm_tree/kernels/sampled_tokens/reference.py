@@ -45,12 +45,14 @@ def reference(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
     tokens: torch.Tensor,
+    *,
+    filters: bool = True,
 ) -> None:
     """Fill `tokens` int32 [M]; arguments as in the op."""
     peak, best = logits.max(dim=-1)
     tokens.copy_(best.masked_fill(peak.isnan(), -1))
     vocab = logits.shape[1]
-    is_filtered = (top_ks > 0) & (top_ks < vocab) | (top_ps < 1) | (min_ps > 0)
+    is_filtered = filters & ((top_ks > 0) & (top_ks < vocab) | (top_ps < 1) | (min_ps > 0))
     draws = (temperatures > 0) & ~peak.isnan()
     rows = (draws & ~is_filtered).nonzero().squeeze(1)
     if len(rows):

@@ -1,9 +1,9 @@
-"""sampled_tokens in Triton: a pass of tiles over all rows, and then one program a row.
+"""sampled_tokens in Triton: a pass of tiles over all rows, and for rows that filter one program a row behind it.
 
-A plain row's draw is a maximum, so its tiles meet in one number in any order, as an argmax does. So does the best
-score of a row with top-p or min-p, which is its draw more often than not, and the peak of a row with top-k, whose
-tiles also gather what may be among its first ids. What else a filtered row takes is in `filtered`; the two are kernels
-of their own, since a tile needs few registers and there are many of them.
+A plain row's draw is a maximum, so its tiles meet in one number in any order, as an argmax does, and the last of them
+writes the token: one kernel. The best score of a row with top-p or min-p is a maximum too, and its draw more often than
+not; so is the peak of a row with top-k, whose tiles also gather what may be among its first ids. What else a filtered
+row takes is in `filtered`, and a kernel of its own, since a tile needs few registers and there are many of them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,53 @@ def _parameters(temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, row, vocab
 
 
 @triton.jit
+def _best_of_tile(value, index, start, temperature, seed, position, TILE: tl.constexpr):
+    """The best score of a tile and its id as one number; at temperature 0 of the logits themselves."""
+    rank = rank_of(value)
+    if temperature > 0.0:
+        rank = rank_of(value + temperature * noise(seed, position, start, TILE))
+    highest = tl.max(rank, axis=0)
+    token = tl.min(tl.where(rank == highest, index, 0x7FFFFFFF), axis=0)
+    return best_key(highest, token)
+
+
+@triton.jit
+def _token_of(best):
+    """The id in the best number of a row; -1 where the best is a NaN."""
+    return tl.where(rank_of_best(best) == 0x7FFFFFFF, -1, id_of_best(best))
+
+
+@triton.jit
+def sampled_tokens_kernel_plain(
+    logits_ptr,
+    seeds_ptr,
+    positions_ptr,
+    temperatures_ptr,
+    tokens_ptr,
+    workspace_ptr,
+    row_stride,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    workspace_ptr += 2 * row
+    start = tl.program_id(1) * TILE
+    index = start + tl.arange(0, TILE)
+    # Padding has the highest ids of its row, so that it loses even among nothing but -inf.
+    value = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab_size, other=float("-inf"))
+    temperature = tl.load(temperatures_ptr + row)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    best = _best_of_tile(value.to(tl.float32), index, start, temperature, seed, position, TILE)
+    # One thread does all of these, so the count publishes the maxima, and whoever counts last sees all of them.
+    tl.atomic_max(workspace_ptr, best, sem="relaxed")
+    if tl.atomic_add(workspace_ptr + 1, 1, sem="acq_rel", scope="gpu") == num_tiles - 1:
+        best = tl.atomic_xchg(workspace_ptr, tl.zeros([], tl.int64), sem="relaxed")
+        tl.atomic_xchg(workspace_ptr + 1, tl.zeros([], tl.int64), sem="relaxed")
+        tl.store(tokens_ptr + row, _token_of(best))
+
+
+@triton.jit
 def sampled_tokens_kernel_tiles(
     logits_ptr,
     seeds_ptr,
@@ -82,12 +129,11 @@ def sampled_tokens_kernel_tiles(
     if likely_rank < 0x7FFFFFFF:
         reaches = mask & (rank >= likely_rank)
         append(gathered_ptr + row * FEW, workspace_ptr + 1, rank, index, reaches, UNUSED_BITS, ID_BITS, FEW)
-    if (law[0] > 0.0) & (has_top_k == 0):
-        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        rank = rank_of(value + law[0] * noise(seed, position, start, TILE))
-    highest = tl.max(rank, axis=0)
-    token = tl.min(tl.where(rank == highest, index, 0x7FFFFFFF), axis=0)
-    tl.atomic_max(workspace_ptr, best_key(highest, token), sem="relaxed")
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    temperature = tl.where(has_top_k, 0.0, law[0])
+    tl.atomic_max(
+        workspace_ptr, _best_of_tile(value, index, start, temperature, seed, position, TILE), sem="relaxed"
+    )
 
 
 @triton.jit
@@ -118,13 +164,11 @@ def sampled_tokens_kernel(
         temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, row, vocab_size
     )
     draw = (tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-    token = id_of_best(best)
-    if rank_of_best(best) == 0x7FFFFFFF:
-        token = -1
-    elif is_nucleus:
+    token = _token_of(best)
+    if (token >= 0) & is_nucleus:
         whole_row = (logits_ptr, vocab_size, value_of((other - 0x80000000).to(tl.int32)))
         token = nucleus_draw(whole_row, law, draw, token, BLOCK)
-    elif has_top_k:
+    elif (token >= 0) & has_top_k:
         whole_row = (logits_ptr, vocab_size, value_of(rank_of_best(best)))
         few_ptr = gathered_ptr + row * FEW
         token = top_k_draw(whole_row, law, draw, few_ptr, other, UNUSED_BITS, ID_BITS, BLOCK, FEW)
@@ -142,6 +186,8 @@ def launch(
     tokens: torch.Tensor,
     workspace: torch.Tensor,
     gathered: torch.Tensor,
+    *,
+    filters: bool = True,
 ) -> None:
     """Fill `tokens` int32 [M]; arguments as in the op."""
     num_rows, vocab_size = logits.shape
@@ -149,6 +195,13 @@ def launch(
         return
     padded = max(16, triton.next_power_of_2(vocab_size))
     tile = min(_TILE, padded)
+    tiles = (num_rows, triton.cdiv(vocab_size, tile))
+    if not filters:
+        drawn = (seeds, positions, temperatures, tokens, workspace)
+        sampled_tokens_kernel_plain[tiles](
+            logits, *drawn, logits.stride(0), vocab_size, tiles[1], TILE=tile, num_warps=_TILE_WARPS
+        )
+        return
     arguments = (
         logits,
         seeds,
@@ -170,7 +223,6 @@ def launch(
         "FEW": gathered.shape[1],
     }
     launch_likely_ranks(logits, temperatures, top_ks, tokens, gathered)
-    tiles = (num_rows, triton.cdiv(vocab_size, tile))
     sampled_tokens_kernel_tiles[tiles](*arguments, TILE=tile, num_warps=_TILE_WARPS, **sizes)
     sampled_tokens_kernel[(num_rows,)](
         *arguments, BLOCK=min(_BLOCK[logits.dtype], padded), num_warps=_NUM_WARPS, **sizes
@@ -191,12 +243,15 @@ def aot_specs() -> list[tuple[object, dict[str, str], dict[str, object], dict[st
     ):
         sizes = {"UNUSED_BITS": UNUSED_LOGIT_BITS[dtype], "ID_BITS": 17, "FEW": gathered_shape(1)[1]}
         for kernel, constexprs, num_warps in (
-            (sampled_tokens_kernel_tiles, {"TILE": _TILE}, _TILE_WARPS),
-            (sampled_tokens_kernel, {"BLOCK": _BLOCK[dtype]}, _NUM_WARPS),
+            (sampled_tokens_kernel_plain, {"TILE": _TILE}, _TILE_WARPS),
+            (sampled_tokens_kernel_tiles, sizes | {"TILE": _TILE}, _TILE_WARPS),
+            (sampled_tokens_kernel, sizes | {"BLOCK": _BLOCK[dtype]}, _NUM_WARPS),
         ):
             stems = [arg.removesuffix("_ptr") for arg in kernel.arg_names if arg.endswith("_ptr")]
             signature = {f"{stem}_ptr": f"{types.get(stem, '*fp32')}:16" for stem in stems}
             signature["logits_ptr"] = f"*{name}{aligned}"
             signature |= {"row_stride": f"i32{aligned}", "vocab_size": f"i32{aligned}"}
-            specs.append((kernel, signature, sizes | constexprs, {"num_warps": num_warps}))
+            if "num_tiles" in kernel.arg_names:
+                signature["num_tiles"] = "i32"
+            specs.append((kernel, signature, constexprs, {"num_warps": num_warps}))
     return specs
