@@ -87,7 +87,9 @@ class LLM:
             raise ConfigError(map(spelled, problems))
         os.environ.update(config.env_overrides)
         model, spec = config.engine.model, _with_head(config)
-        head_dir = None if spec is None else resolve_head(spec.speculative_model or "")
+        # An MTP layer is the target's own.
+        head = None if spec is None or spec.decoding_type == "MTP" else spec.speculative_model or ""
+        head_dir = None if head is None else resolve_head(head)
         # What it needs of transformers is newer than what TensorRT-LLM brings.
         from trtllm_tree.hosts.embedded.host import build_host
 
@@ -248,6 +250,8 @@ def _with_head(config: RunConfig) -> SpeculativeConfig | None:
     """The demo brings its own head."""
     spec = config.speculative
     if spec is None or spec.speculative_model is not None or config.engine.model != "demo":
+        return spec
+    if spec.decoding_type == "MTP":
         return spec
     nodes = None if spec.is_default_nodes else spec.num_nodes
     return replace(spec, speculative_model="demo", num_nodes=nodes)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from trtllm_tree.attention.base import AttentionLeaf
 from trtllm_tree.attention.cascade import TreeCascade, TreeCascadeRows
 from trtllm_tree.attention.leaves.reference import ReferenceLeaf
 from trtllm_tree.attention.leaves.triton import TritonLeaf
-from trtllm_tree.hosts.embedded.host import default_leaf
+from trtllm_tree.hosts.embedded.attention import default_leaf
 from trtllm_tree.kernels.prefix_attention import prefix_attention
 from trtllm_tree.support.report import Refused, Supported
 

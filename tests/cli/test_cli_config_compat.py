@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.mtp_models import drop_tensors, set_config, tiny_mtp_dir
 from trtllm_tree import __version__
 from trtllm_tree.cli.main import main
 from trtllm_tree.demo import resolve_head
@@ -91,10 +92,48 @@ def test_the_mla_config_goes_with_an_mla_target(
 
 
 @pytest.mark.parametrize("host", ["embedded", "tensorrt_llm"])
-def test_the_mtp_config_is_refused_by_both_hosts(capsys: pytest.CaptureFixture[str], host: str) -> None:
-    code, _, err = check(capsys, TREE_EAGLE.replace("tree_eagle", "tree_mtp"), "--host", host)
+def test_the_mtp_config_names_no_head_and_runs_on_both_hosts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, host: str
+) -> None:
+    path = TREE_EAGLE.replace("tree_eagle", "tree_mtp")
+    model = str(tiny_mtp_dir(tmp_path, "glm4_moe"))
+    for options in ([], ["--model", model]):
+        assert check(capsys, path, "--host", host, *options)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "config", "rule"),
+    [
+        ("embedded", {}, "has no MTP layer"),
+        ("tensorrt_llm", {}, "has no MTP layer"),
+        ("embedded", {"num_nextn_predict_layers": 1}, "deepseek_v3 and glm4_moe, not of qwen3"),
+        ("tensorrt_llm", {"num_nextn_predict_layers": 1}, "glm4_moe and nemotron_h, not of qwen3"),
+    ],
+)
+def test_the_mtp_config_with_a_target_that_has_no_such_layer_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], target: str, host: str, config: dict[str, object], rule: str
+) -> None:
+    written = TARGET_CONFIG | {"model_type": "qwen3"} | config
+    (Path(target) / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    path = TREE_EAGLE.replace("tree_eagle", "tree_mtp")
+    code, _, err = check(capsys, path, "--host", host, "--model", target)
     assert code == 1 and len(err) == 1
-    assert err[0].startswith("speculative_config.decoding_type = 'MTP': MTP layers are not drafted with")
+    assert err[0].startswith("speculative_config.decoding_type = 'MTP'") and rule in err[0]
+
+
+def test_an_mtp_checkpoint_is_searched_for_its_layer_and_everything_is_said_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tiny_mtp_dir(tmp_path, "deepseek_v3")
+    drop_tensors(model, "layers.3.eh_proj.weight", "layers.3.mlp.experts.5.up_proj.weight")
+    set_config(model, num_nextn_predict_layers=2)
+    capsys.readouterr()
+    path = TREE_EAGLE.replace("tree_eagle", "tree_mtp")
+    code, _, err = check(capsys, path, "--host", "embedded", "--model", str(model))
+    assert code == 1 and len(err) == 2
+    text = " ".join(err)
+    assert "num_nextn_predict_layers = 2" in text and "must be 1" in text
+    assert "model.layers.3" in text and "lacks eh_proj.weight, mlp.experts.5.up_proj.weight" in text
 
 
 @pytest.mark.parametrize(
@@ -133,7 +172,7 @@ def test_the_mtp_config_is_refused_by_both_hosts(capsys: pytest.CaptureFixture[s
             "use_dynamic_tree",
             "Set use_dynamic_tree to true, or remove dynamic_tree_max_topK for a chain.",
         ),
-        ({"decoding_type": "MTP"}, "decoding_type", "Set decoding_type to Eagle3."),
+        ({"decoding_type": "Eagle"}, "decoding_type", "Set decoding_type to Eagle3."),
         ({"tree_topk": 4}, "tree_topk", "Write dynamic_tree_max_topK."),
         ({"max_draft_length": 4}, "max_draft_length", "Did you mean max_draft_len?"),
         (

@@ -370,6 +370,13 @@ def test_speculation_needs_a_head_unless_the_model_is_the_demo() -> None:
         assert refused(config, "embedded") == expected
 
 
+def test_an_mtp_layer_needs_no_head_and_takes_none_on_the_embedded_host() -> None:
+    for head, expected in ((None, []), ("h", ["speculative_config.speculative_model"])):
+        speculative = SpeculativeConfig(decoding_type="MTP", speculative_model=head)
+        config = RunConfig(engine=EngineConfig(model="m"), speculative=speculative)
+        assert refused(config, "embedded") == expected
+
+
 @pytest.mark.parametrize(
     ("environment", "rejection", "option", "rule"),
     [
@@ -460,7 +467,7 @@ SHIPPED: dict[str, dict[str, list[str]]] = {
     "tree_eagle": {},
     "tree_eagle_fp8": {},
     "tree_mla": {},
-    "tree_mtp": {host: ["speculative_config.decoding_type"] for host in HOSTS},
+    "tree_mtp": {},
 }
 
 

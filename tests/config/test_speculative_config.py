@@ -239,12 +239,25 @@ def test_mtp_layers_need_no_head_and_have_keys_of_their_own() -> None:
     config = SpeculativeConfig.from_trtllm(keys)
     assert (config.decoding_type, config.tree_topk, config.num_nodes) == ("MTP", 2, 6)
     assert config.speculative_model is None and config.to_trtllm() == keys
-    (problem,) = host_problems(RunConfig(engine=EngineConfig(model="m"), speculative=config), "tensorrt_llm")
-    assert (problem.option, problem.value) == ("speculative_config.decoding_type", "MTP")
-    chain = SpeculativeConfig(decoding_type="MTP", tree_topk=1)
-    run = RunConfig(engine=EngineConfig(model="m"), speculative=chain)
-    assert host_problems(run, "tensorrt_llm") == []
-    assert [problem.option for problem in host_problems(run, "embedded")] == [problem.option]
+    for tree in (config, config.as_chain()):
+        run = RunConfig(engine=EngineConfig(model="m"), speculative=replace(tree, host_options={}))
+        assert host_problems(run, "embedded") == host_problems(run, "tensorrt_llm") == []
+    # Relaxed acceptance is TensorRT-LLM's.
+    run = RunConfig(
+        engine=EngineConfig(model="m"), speculative=replace(config, host_options={"relaxed_topk": 3})
+    )
+    assert [problem.option for problem in host_problems(run, "embedded")] == [
+        "speculative_config.relaxed_topk"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Eagle3", "MTP"])
+def test_a_trees_chain_has_its_drafter_and_its_steps(kind: str) -> None:
+    head = "head" if kind == "Eagle3" else None
+    tree = SpeculativeConfig(tree_topk=4, num_steps=3, decoding_type=kind, speculative_model=head)
+    chain = tree.as_chain()
+    assert not chain.is_tree and (chain.num_steps, chain.num_nodes) == (3, 4)
+    assert (chain.decoding_type, chain.speculative_model) == (kind, head)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.gpu.sync_trap import waiting_fails
-from tests.hosts.tensorrt_llm.hybrid_runs import hybrid_pair
+from tests.hosts.tensorrt_llm.hybrid_runs import hybrid_mtp_dir, hybrid_pair
+from tests.hosts.tensorrt_llm.mtp_runs import glm_dir
 from tests.hosts.tensorrt_llm.tree_runs import (
     agreeing_pair,
     cached_rows,
@@ -183,6 +184,32 @@ def test_recurrent_states_follow_the_trees_of_replayed_steps(
         assert calls.decodes == 0
 
 
+@pytest.mark.parametrize("layout", ["new", "old"])
+@pytest.mark.parametrize("make", [glm_dir, hybrid_mtp_dir])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": True, "separate": True, "kv_manager": "v2", "tokens_per_block": 32}],
+    ids=["plain", "v2"],
+)
+def test_replayed_steps_draft_with_the_targets_mtp_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, make: Any, options: dict[str, Any]
+) -> None:
+    target = make(tmp_path, hidden_size=256)
+    with tree_double(tmp_path / "double", layout, monkeypatch, device="cuda"):
+        wanted = plain_executor(target, max_batch_size=4).generate(PROMPTS, max_tokens=max(BUDGETS))
+        wanted = [tokens[:budget] for tokens, budget in zip(wanted, BUDGETS, strict=True)]
+        captured = tree_executor(target, None, **GRAPHS, **options)
+        assert all(state.graph is not None for state in captured.engine.graphs.values())
+        calls = Calls(captured)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        assert _tokens(captured, accepted=2) == wanted
+        assert calls.prompts > 1 and calls.decodes == 0, "decode steps alone are replayed"
+        assert _tokens(captured, accepted=2) == wanted
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < 2**20, "a replayed step leaves something behind"
+
+
 @pytest.mark.parametrize("mode", ["gumbel", "rejection"])
 def test_a_step_captured_over_greedy_dummies_draws_with_each_requests_own_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], mode: str
@@ -217,11 +244,13 @@ def test_in_bfloat16_replayed_steps_give_the_tokens_of_eager_ones(
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("drafter", ["head", "mtp"])
 def test_an_eager_decode_step_never_waits_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], drafter: str
 ) -> None:
+    target, head = pair if drafter == "head" else (glm_dir(tmp_path, hidden_size=256), None)
     with tree_double(tmp_path / "double", "new", monkeypatch, device="cuda"):
-        executor = tree_executor(*pair, max_batch_size=4)
+        executor = tree_executor(target, head, max_batch_size=4)
         inner, steps = executor.model.forward, []
 
         def forward(**inputs: Any) -> Any:
@@ -232,5 +261,5 @@ def test_an_eager_decode_step_never_waits_for_the_device(
                 return inner(**inputs)
 
         executor.model.forward = forward
-        _tokens(executor)
+        _tokens(executor, accepted=2 if head is None else 3)
         assert len(steps) > 4

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts.embedded_engine import Build, Sizes, Truths, greedy
+from tests.hosts.embedded_engine import Build, Sizes, Truths, greedy, truths_of
+from tests.mtp_models import MTP_KINDS, tiny_mtp_dir
 from trtllm_tree import LLM, SpeculativeConfig
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 31, 40, 66)
@@ -46,3 +47,48 @@ def truths(plain: LLM) -> Truths:
     prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     outputs = plain.generate(prompts, greedy())
     return {tuple(p): o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)}
+
+
+@pytest.fixture(scope="session", params=MTP_KINDS)
+def mtp_kind(request: pytest.FixtureRequest) -> str:
+    """The model type of targets that draft with their MTP layer."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def mtp_target(tmp_path_factory: pytest.TempPathFactory, mtp_kind: str) -> Path:
+    """Its drafts are never right, and depend on everything that they are made of."""
+    return tiny_mtp_dir(tmp_path_factory.mktemp("mtp"), mtp_kind)
+
+
+@pytest.fixture(scope="session")
+def mtp_agreeing(tmp_path_factory: pytest.TempPathFactory, mtp_kind: str) -> Path:
+    """Its drafts are often right."""
+    return tiny_mtp_dir(tmp_path_factory.mktemp("mtp_agreeing"), mtp_kind, agrees=True)
+
+
+@pytest.fixture(scope="session")
+def make_mtp(device: str) -> Build:
+    """Makes an LLM of a target with its MTP layer, in float32; with None for sizes it decodes plainly."""
+
+    def make(target_dir: Path, sizes: Sizes | None, **options: Any) -> LLM:
+        config = None
+        if sizes is not None:
+            topk, steps, nodes = sizes
+            config = SpeculativeConfig(decoding_type="MTP", tree_topk=topk, num_steps=steps, num_nodes=nodes)
+        defaults = {"device": device, "dtype": "float32", "max_seq_len": 256, "cuda_graphs": False}
+        return LLM(str(target_dir), speculative_config=config, **defaults | options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mtp_truths(mtp_target: Path, make_mtp: Build) -> Truths:
+    """Plain continuations by `mtp_target`."""
+    return truths_of(make_mtp(mtp_target, None), PROMPT_LENGTHS, 40)
+
+
+@pytest.fixture(scope="session")
+def mtp_agreed(mtp_agreeing: Path, make_mtp: Build) -> Truths:
+    """Plain continuations by `mtp_agreeing`."""
+    return truths_of(make_mtp(mtp_agreeing, None), PROMPT_LENGTHS, 40)

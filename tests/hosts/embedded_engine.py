@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ def greedy(max_tokens: int = NUM_TOKENS, **options: Any) -> SamplingParams:
 
 def prompts_of(truths: Truths) -> list[list[int]]:
     return [list(prompt) for prompt in truths]
+
+
+def truths_of(llm: LLM, prompt_lengths: Sequence[int], num_tokens: int = NUM_TOKENS) -> Truths:
+    """Random prompts of these lengths, and what an LLM without a drafter says to them."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in prompt_lengths]
+    outputs = llm.generate(prompts, greedy(num_tokens))
+    return {tuple(p): o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)}
 
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:

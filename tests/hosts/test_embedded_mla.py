@@ -37,6 +37,7 @@ from trtllm_tree.engine.model_runner import ModelRunner, target_layer, target_la
 from trtllm_tree.engine.ports import ForwardBatch, Segment
 from trtllm_tree.errors import UnsupportedError
 from trtllm_tree.hosts.embedded import host
+from trtllm_tree.hosts.embedded.attention import default_leaf
 from trtllm_tree.support.report import Refused, Supported, TreeSupport
 
 QUERIES = {"q_lora": 24, "q_direct": None}
@@ -335,8 +336,8 @@ def test_a_latent_cache_is_served_in_torch_where_our_kernel_refuses_it_and_the_l
 
     monkeypatch.setattr(TritonLeaf, "tree_support", answer)
     with caplog.at_level(logging.INFO):
-        leaf = host.default_leaf("cuda:0", _latent_shape())
-        assert isinstance(host.default_leaf("cuda:0"), TritonLeaf)
+        leaf = default_leaf("cuda:0", _latent_shape())
+        assert isinstance(default_leaf("cuda:0"), TritonLeaf)
     assert isinstance(leaf, ReferenceLeaf) and leaf.tree_support().verify == Supported()
     message = caplog.records[0].message
     assert "latent rows on cuda:0" in message and "triton: reads no latent rows" in message

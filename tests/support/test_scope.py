@@ -36,7 +36,8 @@ MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 SLIDES = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
 # What asks for a line: keys of the file, by section, or of the model's config.json.
 FILE_ASKS: dict[str, dict[str, Any]] = {
-    "mtp": {"speculative_config": {"decoding_type": "MTP"}},
+    "mtp": {"speculative_config": {"decoding_type": "MTP", "speculative_model": None}},
+    "multi_depth_mtp": {"speculative_config": {"decoding_type": "MTP", "speculative_model": None}},
     "eagle4": {"speculative_config": {"decoding_type": "Eagle4"}},
     "rejection": {"speculative_config": {"use_rejection_sampling": True}},
     "logit_edits": {"speculative_config": {"enable_penalty": True}},
@@ -58,6 +59,13 @@ FILE_ASKS: dict[str, dict[str, Any]] = {
     "acceptance_window": {"speculative_config": {"acceptance_window": 8, "acceptance_rate_window_size": 8}},
     "draft_len_schedule": {"speculative_config": {"draft_len_schedule": {4: 2}, "max_concurrency": 4}},
     "two_model_flow": {"speculative_config": {"eagle3_one_model": False}},
+    "relaxed_acceptance": {
+        "speculative_config": {
+            "decoding_type": "MTP",
+            "speculative_model": None,
+            "use_relaxed_acceptance_for_thinking": True,
+        }
+    },
     "suffix_automaton": {"speculative_config": {"sa_config": {"threshold": 3}}},
 }
 MODEL_ASKS: dict[str, dict[str, Any]] = {
@@ -66,6 +74,9 @@ MODEL_ASKS: dict[str, dict[str, Any]] = {
         "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention", "mlp", "full_attention"],
     },
+    "mtp": {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
+    "relaxed_acceptance": {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
+    "multi_depth_mtp": {"model_type": "glm4_moe", "num_nextn_predict_layers": 2},
     "sliding_target": SLIDES,
     "sinks": {"model_type": "gpt_oss"},
     "token_history": {"ngram_sizes": [2, 3]},

@@ -207,15 +207,15 @@ def test_the_embedded_host_resolves_before_it_loads_anything(monkeypatch, tmp_pa
     from tests.builders import tiny_eagle3_dir, tiny_llama_dir
     from trtllm_tree.config.engine import EngineConfig
     from trtllm_tree.config.speculative import SpeculativeConfig
-    from trtllm_tree.hosts.embedded import host
+    from trtllm_tree.hosts.embedded import eagle3_side, host
 
     def loads(*_: object, **__: object) -> None:
         raise AssertionError("something was loaded before support was resolved")
 
     refused = TreeSupport(verify=Refused("no verify"), lanes=Refused("no lanes"))
     monkeypatch.setattr(ReferenceLeaf, "tree_support", lambda self: refused)
-    for name in ("ModelRunner", "load_eagle3_head", "build_cache"):
-        monkeypatch.setattr(host, name, loads)
+    for module, name in ((host, "ModelRunner"), (eagle3_side, "load_eagle3_head"), (host, "build_cache")):
+        monkeypatch.setattr(module, name, loads)
     target_dir = tiny_llama_dir(tmp_path)
     with pytest.raises(UnsupportedError) as caught:
         host.build_host(

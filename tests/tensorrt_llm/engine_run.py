@@ -51,6 +51,8 @@ def speculation(job: dict[str, Any]) -> Any:
     sizes = {"tree_topk": topk, "num_steps": steps, "num_nodes": nodes}
     if job["kind"] == "chain":
         sizes = {"tree_topk": 1, "num_steps": steps}
+    if job["kind"] == "mtp":
+        return SpeculativeConfig(**sizes, decoding_type="MTP", **job["speculation"])
     return SpeculativeConfig(**sizes, speculative_model=job["head"], **job["speculation"])
 
 

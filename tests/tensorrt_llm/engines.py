@@ -1,8 +1,8 @@
 """Engines and servers of the installed TensorRT-LLM for these tests: jobs, their results, and when tokens may differ.
 
 The models come from TLLM_TREE_TEST_MODEL and TLLM_TREE_TEST_HEAD (Hugging Face directories); without them it is the
-demo's pair, which is written to the demo's cache. TLLM_TREE_TEST_TIMEOUT is the seconds that an engine or a server has,
-1800 unless set.
+demo's pair, which is written to the demo's cache. TLLM_TREE_TEST_MTP_MODEL is a GLM-4-MoE or Nemotron-H with an MTP
+layer; the demo has none. TLLM_TREE_TEST_TIMEOUT is the seconds that an engine or a server has, 1800 unless set.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Job:
     """One engine and what it generates; the fields of `engine_run`.
 
     Attributes:
-        kind: plain, chain, tree or drafter.
+        kind: plain, chain, tree, mtp (a tree without a head) or drafter.
         sizes: K, S, N.
         speculation: further fields of SpeculativeConfig.
         options: further arguments of tensorrt_llm.LLM.
@@ -136,7 +136,7 @@ def _run(text: str) -> Result:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment_of(job["kind"] == "tree") | job["environment"],
+            env=environment_of(job["kind"] in ("tree", "mtp")) | job["environment"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -29,6 +29,10 @@ def test_every_symbol_that_a_tree_on_llama_needs_is_there() -> None:
     report.require("chain", "llm_api", "serve", "trees", "model:LlamaForCausalLM")
 
 
+def test_every_symbol_that_a_tree_from_mtp_layers_needs_is_there() -> None:
+    probe().require("mtp", "model:Glm4MoeForCausalLM", "model:NemotronHForCausalLM")
+
+
 def test_the_double_says_of_signatures_what_the_package_says() -> None:
     layout, found = closest_layout()
     print(f"most like the double's layout {layout!r}")

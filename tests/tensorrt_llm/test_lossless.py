@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import pytest
 import torch
 
 from tests.demo.test_lossless_fp8 import Fp8NearTie
-from tests.tensorrt_llm.engines import GREEDY, Job, NearTie, Pair, Result, rank_lines, run
+from tests.tensorrt_llm.engines import (
+    GREEDY,
+    Job,
+    NearTie,
+    Pair,
+    Result,
+    chat_prompts,
+    rank_lines,
+    run,
+)
 from trtllm_tree.demo import resolve_target
 
 pytestmark = [pytest.mark.tensorrt_llm, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -54,6 +64,18 @@ def test_tree_chain_and_plain_decoding_agree(
     (line,) = rank_lines(tree.log)
     assert line.worker == "TreeEagleWorker" and line.libraries[0] == "TreeCascadeFmha"
     assert rank_lines(chain.log) == rank_lines(plain.log) == [], "only trees are ours"
+
+
+def test_a_tree_from_the_targets_mtp_layer_gives_plain_tokens() -> None:
+    if (model := os.environ.get("TLLM_TREE_TEST_MTP_MODEL")) is None:
+        pytest.skip("needs TLLM_TREE_TEST_MTP_MODEL, a target with an MTP layer")
+    prompts = chat_prompts(model, 6)
+    job = Job(model, "", "plain", prompts, options=OPTIONS, kv_cache=KV_CACHE)
+    plain, tree = run(job), run(replace(job, kind="mtp"))
+    NearTie(model).assert_same(plain, tree)
+    tree.assert_fewer_steps()
+    (line,) = rank_lines(tree.log)
+    assert line.worker == "TreeMTPEagleWorker" and line.libraries[0] == "TreeCascadeFmha"
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)

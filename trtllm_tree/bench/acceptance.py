@@ -82,19 +82,18 @@ def measure(config: RunConfig, files: Sequence[Path], *, max_tokens: int) -> lis
     """Run every file with chain and tree of `config` (greedy).
 
     Raises:
-        ConfigError: no draft head, a bad file, or nothing to measure: no prompt of a file was decoded.
+        ConfigError: no drafter, a bad file, or nothing to measure: no prompt of a file was decoded.
     """
     tree = config.speculative
     if tree is None:
-        rule = "acceptance needs a draft head"
+        rule = "acceptance needs a drafter"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
     if max_tokens < 2:
         rule = "must be at least 2: prefill predicts the first token, and no draft is verified for it"
         raise ConfigError(Problem("max_tokens", max_tokens, rule, "Set max_tokens to 64."))
     prompts = {path: read_prompts(path) for path in files}
-    chain = SpeculativeConfig(tree_topk=1, num_steps=tree.num_steps, speculative_model=tree.speculative_model)
     rows = []
-    for mode, speculative in (("chain", chain), ("tree", tree)):
+    for mode, speculative in (("chain", tree.as_chain()), ("tree", tree)):
         with LLM.from_config(_with(config, speculative)) as llm:
             rows += [_measure_file(llm, mode, path, prompts[path], max_tokens) for path in files]
     return rows

@@ -122,6 +122,8 @@ def _probed(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     report = quiet_probe()
     spec = config.speculative
     needed = () if spec is None else ("trees",) if spec.is_tree else ("chain",)
+    if spec is not None and spec.is_tree and spec.decoding_type == "MTP":
+        needed = ("mtp",)
     problems = report.problems(*needed) if report.version is not None and needed else []
     return probe_data(report), problems
 
@@ -135,7 +137,6 @@ def model_problems(config: RunConfig, host: Host) -> list[Problem]:
     from trtllm_tree.config.host_rules import demo_name_problems
 
     model = config.engine.model
-    head = config.speculative.speculative_model if config.speculative else None
     problems = demo_name_problems(config) if host == "tensorrt_llm" else []
     target = _local_dir(model, host)
     if target is not None and not (target / "config.json").is_file():
@@ -144,7 +145,7 @@ def model_problems(config: RunConfig, host: Host) -> list[Problem]:
             Problem("model", model, rule, 'Give the directory of a Hugging Face checkpoint, or "demo".')
         )
         target = None
-    problems += _head_problems(head, target, host)
+    problems += _drafter_problems(config, target, host)
     if host == "tensorrt_llm" and config.speculative is not None and target is not None and not problems:
         from trtllm_tree.hosts.tensorrt_llm.llm import feature_problems
 
@@ -186,10 +187,17 @@ def planned_run(config: RunConfig, host: Host) -> PlannedRun:
     )
 
 
-def _head_problems(head: str | None, target: Path | None, host: Host) -> list[Problem]:
+def _drafter_problems(config: RunConfig, target: Path | None, host: Host) -> list[Problem]:
+    """What is wrong with a draft head, or where it is ours to read with the weights of the target's MTP layer."""
     from trtllm_tree.support.head import head_problems, head_problems_for
+    from trtllm_tree.support.model_facts import read_model_facts
+    from trtllm_tree.support.mtp_weights import mtp_weight_problems
 
-    head_dir = _head_dir(head, host)
+    spec = config.speculative
+    if spec is not None and spec.decoding_type == "MTP":
+        facts = read_model_facts(target) if target is not None and host == "embedded" else None
+        return mtp_weight_problems(target, facts) if target is not None and facts is not None else []
+    head_dir = None if spec is None else _head_dir(spec.speculative_model, host)
     if head_dir is None:
         return []
     return head_problems_for(head_dir, None) if target is None else head_problems(head_dir, target)
@@ -226,7 +234,15 @@ def _resolved(config: RunConfig, host: Host) -> dict[str, Any]:
         found |= {name: getattr(engine, name) for name in names}
     found["speculation"] = "off" if spec is None else "draft tree" if spec.is_tree else "chain"
     if spec is not None:
-        names = ("speculative_model", "tree_topk", "num_steps", "num_nodes", "mask_words", "num_entries")
+        names = (
+            "decoding_type",
+            "speculative_model",
+            "tree_topk",
+            "num_steps",
+            "num_nodes",
+            "mask_words",
+            "num_entries",
+        )
         found |= {name: getattr(spec, name) for name in (*names, "lane_window", "max_path_len")}
     kept = {*config.extra} | ({*spec.host_options} if spec else set())
     return found | {"kept_for_tensorrt_llm": sorted(kept), "env_overrides": config.env_overrides}

@@ -114,7 +114,7 @@ def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace
     import torch
 
     if config.speculative is None:
-        rule = "--compare needs a draft head"
+        rule = "--compare needs a drafter"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
     speculative = config.speculative
     if speculative.use_rejection_sampling and params.is_sampled:
@@ -123,9 +123,7 @@ def _compare(config: RunConfig, params: SamplingParams, args: argparse.Namespace
         raise ConfigError(Problem("speculative_config.use_rejection_sampling", True, rule, remedy))
     modes: dict[str, SpeculativeConfig | None] = {"plain": None, "chain": speculative}
     if speculative.is_tree:
-        modes["chain"] = SpeculativeConfig(
-            tree_topk=1, num_steps=speculative.num_steps, speculative_model=speculative.speculative_model
-        )
+        modes["chain"] = speculative.as_chain()
         modes["tree"] = speculative
     outputs: dict[str, tuple[RequestOutput, float]] = {}
     for name, mode in modes.items():

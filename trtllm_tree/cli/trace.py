@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     speculative = config.speculative
     if speculative is None:
-        rule = "without a draft head there is no tree to draw"
+        rule = "without a drafter there is no tree to draw"
         raise ConfigError(Problem("speculative_config", None, rule, "Add speculative_config to the file."))
     disable_progress_bar()
     recorder = TraceRecorder()

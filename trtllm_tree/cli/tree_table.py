@@ -34,7 +34,7 @@ def tree_report(run: PlannedRun, problems: Sequence[Problem]) -> dict[str, Any]:
         "gpu": run.capability,
         "scope": scope,
         "backends": _backends(run),
-        "models": {"target": _facts(run.target), "draft": _facts(run.draft)},
+        "models": {"target": _facts(run.target), "draft": _facts(run.drafter)},
         "leaves": leaf_table(run),
         "serving": serving_leaves(run),
     }
@@ -89,11 +89,8 @@ def _backends(run: PlannedRun) -> list[dict[str, Any]]:
         for answer in part_answers(run)
     ]
     if not found:
-        missing = [
-            name
-            for name, facts in (("the model", run.target), ("the head", run.draft))
-            if run.shape(facts, run.capability) is None
-        ]
+        asked = {"the model": run.target} | ({} if run.drafts_with_mtp else {"the head": run.draft})
+        missing = [name for name, facts in asked.items() if run.shape(facts, run.capability) is None]
         why = "no GPU was seen here"
         if missing:
             why = f"needs a config.json of {' and '.join(missing)} that says its heads"

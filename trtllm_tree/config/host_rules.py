@@ -19,7 +19,6 @@ Host = Literal["embedded", "tensorrt_llm"]
 HOSTS: tuple[str, ...] = get_args(Host)
 
 STATIC_TREE_RULE = "static trees are not drafted here"
-MTP_RULE = "MTP layers are not drafted with yet; multi-depth MTP follows a chain"
 EMBEDDED_RULE = "the embedded host does not honour it"
 # Values that the embedded host has a meaning for.
 _EMBEDDED_VALUES = {"guided_decoding_backend": "xgrammar", "speculative_config.enable_penalty": True}
@@ -52,6 +51,9 @@ TREE_REFUSALS = {
     "speculative_config.enable_penalty": "logits of a tree are not edited on this host",
     "speculative_config.max_concurrency": "a tree has one size at all batch sizes",
     "speculative_config.eagle3_one_model": "draft trees need the one-model flow",
+    "speculative_config.mtp_eagle_one_model": "draft trees need the one-model flow",
+    "speculative_config.use_mtp_vanilla": "a tree's one MTP layer is run again for every step",
+    "speculative_config.use_relaxed_acceptance_for_thinking": "a tree accepts what the target would have decoded",
     "speculative_config.sa_config": "a tree has one drafter",
 }
 
@@ -71,9 +73,10 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     """Everything in `config` that `host` cannot honour; empty if it can run it."""
     assert host in HOSTS, f"unknown host {host!r}"
     options = dict(_set_options(config))
-    problems = _head_missing(config) + drafter_problems(config.speculative, host)
+    problems = _head_missing(config)
     tree = config.speculative if config.speculative is not None and config.speculative.is_tree else None
     if host == "embedded":
+        problems += _head_not_used(config.speculative)
         problems += [
             _embedded_refusal(option, *pair)
             for option, pair in options.items()
@@ -132,12 +135,13 @@ def _head_missing(config: RunConfig) -> list[Problem]:
     return [Problem("speculative_config.speculative_model", None, rule, remedy)]
 
 
-def drafter_problems(spec: SpeculativeConfig | None, host: Host) -> list[Problem]:
-    """The embedded host has no MTP layers at all; on TensorRT-LLM a chain of them is its own business."""
-    if spec is None or spec.decoding_type != "MTP" or (host == "tensorrt_llm" and not spec.is_tree):
+def _head_not_used(spec: SpeculativeConfig | None) -> list[Problem]:
+    """An MTP layer drafts in place of a head."""
+    if spec is None or spec.decoding_type != "MTP" or spec.speculative_model is None:
         return []
-    remedy = "Set decoding_type to Eagle3." if host == "embedded" else "Set use_dynamic_tree to false."
-    return [Problem("speculative_config.decoding_type", spec.decoding_type, MTP_RULE, remedy)]
+    rule = "MTP drafts with the target's own layer, not with a head"
+    remedy = "Remove speculative_model, or set decoding_type to Eagle3."
+    return [Problem("speculative_config.speculative_model", spec.speculative_model, rule, remedy)]
 
 
 def demo_name_problems(config: RunConfig) -> list[Problem]:

@@ -13,6 +13,9 @@ SINK_MODELS = ("gpt_oss",)
 SLIDE_BY_MASK = ("blt", "doge", "phimoe", "qwen2_moe")
 # Models whose latent attention (MLA) is run; others share names of options, not the arithmetic.
 LATENT_MODELS = ("deepseek_v3",)
+# Models whose MTP layer is drafted with, by host. DeepSeek's is latent: TensorRT-LLM stores a drafter's latent rows
+# itself, also where no page is allocated to them.
+MTP_MODELS = {"embedded": ("deepseek_v3", "glm4_moe"), "tensorrt_llm": ("glm4_moe", "nemotron_h")}
 # Models whose recurrent layers are Mamba2's.
 MAMBA2_MODELS = ("nemotron_h",)
 # Options whose other values change scores or logits in ways that are not computed.
@@ -33,6 +36,8 @@ LATENT_RULE = (
     "of the models with latent attention (kv_lora_rank) the embedded engine runs "
     f"{' and '.join(LATENT_MODELS)} only"
 )
+NO_MTP_RULE = "the checkpoint has no MTP layer to draft with"
+MULTI_DEPTH_RULE = "must be 1: one layer is run again for every step, and multi-depth MTP has a layer a step"
 QUANTISED_LATENT_RULE = (
     "latent attention multiplies with kv_b_proj's weights themselves, so they must not be quantised"
 )
@@ -42,3 +47,8 @@ UNQUANTISED_REMEDY = "Use a checkpoint in bfloat16, float16 or float32."
 def neutral_rule(neutral: object) -> str:
     """The rule for an option of `NEUTRAL_OPTIONS` with another value than its neutral one."""
     return f"the embedded engine computes it for {neutral} only"
+
+
+def mtp_rule(host: str, model_type: str) -> str:
+    """The rule for a model whose MTP layer `host` does not draft with."""
+    return f"this host drafts with the MTP layers of {' and '.join(MTP_MODELS[host])}, not of {model_type}"

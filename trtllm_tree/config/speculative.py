@@ -107,6 +107,15 @@ class SpeculativeConfig:
         """64-bit words of a node's ancestor mask: ceil(N / 64)."""
         return -(-self.num_nodes // 64)
 
+    def as_chain(self) -> SpeculativeConfig:
+        """The same drafter and steps without a tree."""
+        return SpeculativeConfig(
+            tree_topk=1,
+            num_steps=self.num_steps,
+            speculative_model=self.speculative_model,
+            decoding_type=self.decoding_type,
+        )
+
     def to_trtllm(self) -> dict[str, object]:
         """The keys of TensorRT-LLM's decoding config that ask for the same.
 

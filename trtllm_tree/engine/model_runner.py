@@ -28,6 +28,7 @@ from trtllm_tree.engine.ports import ForwardBatch
 from trtllm_tree.errors import UnsupportedError
 
 ATTENTION_NAME = "trtllm_tree_paged"
+_TARGET = "target"
 
 
 def _paged_attention(
@@ -41,11 +42,15 @@ def _paged_attention(
     paged_batch: ForwardBatch,
     paged_cache: KVCache,
     paged_options: Sequence[LayerOptions],
+    paged_prefix: str = _TARGET,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D]."""
+    """Write rotated K/V [1, Hkv, T, D] to the cache, attend query [1, Hq, T, D]; returns [1, T, Hq, D].
+
+    The cache knows the module's layer as `paged_prefix` and its index.
+    """
     # Rotary channels come in the stream's float32; the cache holds the model's dtype, which is that of V.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     layer_idx: Any = module.layer_idx
@@ -53,7 +58,7 @@ def _paged_attention(
         layer_idx, paged_options[layer_idx], sliding_window=sliding_window, s_aux=s_aux, others=others
     ):
         raise UnsupportedError(problems)
-    name = target_layer(layer_idx)
+    name = cache_layer(paged_prefix, layer_idx)
     group = paged_cache.layer(name)[0]
     k_cache, v_cache = paged_cache.write(name, paged_batch.write_slots[group], k, v)
     out = paged_batch.attention.attend(
@@ -71,9 +76,14 @@ def _paged_attention(
 AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
+def cache_layer(prefix: str, index: int) -> str:
+    """The cache's name for the `index`-th of the layers that `prefix` stands for."""
+    return f"{prefix}.{index}"
+
+
 def target_layer(index: int) -> str:
     """The cache's name for the target's `index`-th layer."""
-    return f"target.{index}"
+    return cache_layer(_TARGET, index)
 
 
 def target_layer_specs(config: Any) -> dict[str, LayerSpec]:
@@ -139,6 +149,18 @@ def _keep_stream_in_float32(decoder: nn.Module, embed_tokens: nn.Module, dtype: 
             module.register_forward_hook(to_dtype)
 
 
+def experts_are_capturable(layers: nn.Module, config: Any, dtype: torch.dtype) -> bool:
+    """Whether the experts in `layers`, if there are any, never wait for the device.
+
+    torch multiplies groups of experts in bfloat16 by one kernel; in another dtype it reads the group sizes back to the
+    host, and so does a loop over experts.
+    """
+    if not any("Experts" in type(module).__name__ for module in layers.modules()):
+        return True
+    implementation = getattr(config, "_experts_implementation", None)
+    return implementation == "batched_mm" or (implementation == "grouped_mm" and dtype == torch.bfloat16)
+
+
 class ModelRunner:
     """A target model and its forward.
 
@@ -158,6 +180,7 @@ class ModelRunner:
         self.config = model.config
         self._options = layer_options(self.config)
         self._decoder = model.get_decoder()
+        self._last_hidden: torch.Tensor | None = None
         if getattr(self.config, "kv_lora_rank", None):
             for index, layer in enumerate(self._decoder.layers):
                 layer.self_attn = LatentAttention(layer.self_attn, target_layer(index))
@@ -184,27 +207,28 @@ class ModelRunner:
             self._decoder.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
         return buffer
 
+    def keep_last_hidden(self, max_rows: int) -> torch.Tensor:
+        """Keep the rows behind the final norm, which the logits are made of, in the returned [max_rows, H] buffer.
+
+        Filled like that of `keep_features`, whichever rows' logits are wanted.
+        """
+        assert self._last_hidden is None, "the last hidden rows are kept already"
+        shape = (max_rows, self.config.hidden_size)
+        self._last_hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._last_hidden
+
     @property
     def is_capturable(self) -> bool:
-        """Whether a forward on a GPU never waits for the device, so that a CUDA graph can hold it.
-
-        torch multiplies groups of experts in bfloat16 by one kernel; in another dtype it reads the group sizes back
-        to the host, and so does a loop over experts.
-        """
-        if not any("Experts" in type(module).__name__ for module in self._decoder.modules()):
-            return True
-        implementation = getattr(self._decoder.config, "_experts_implementation", None)
-        return implementation == "batched_mm" or (
-            implementation == "grouped_mm" and self.dtype == torch.bfloat16
-        )
+        """Whether a forward on a GPU never waits for the device, so that a CUDA graph can hold it."""
+        return experts_are_capturable(self._decoder, self._decoder.config, self.dtype)
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The target's token embedding, which a draft head shares."""
+        """The target's token embedding, which a drafter shares."""
         return self.model.get_input_embeddings()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Logits float32 [M, V] of the batch's `logit_rows` (all rows when None). Fills the feature buffer."""
+        """Logits float32 [M, V] of the batch's `logit_rows` (all rows when None). Fills the buffers of kept rows."""
         hidden = self._decoder(
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -213,6 +237,10 @@ class ModelRunner:
             paged_cache=cache,
             paged_options=self._options,
         ).last_hidden_state[0]
-        if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
+        if self._last_hidden is not None:
+            self._last_hidden[: hidden.shape[0]].copy_(hidden)
+        return self.logits(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [M, V] of rows [M, H] that a final norm has normed."""
         return softcap_logits(_float32_logits(self.model.lm_head, hidden), self.config)

@@ -40,6 +40,7 @@ class ModelFacts:
         unknown_options: options of `NEUTRAL_OPTIONS` with another value, as pairs.
         quantization: method of its quantised weights.
         history_keys: keys that speak of request token history or n-gram inputs.
+        num_mtp_layers: MTP layers behind the last layer, which a config counts whether or not the checkpoint has them.
         has_sectioned_rope: a token has several positions, each for a section of its channels (M-RoPE).
     """
 
@@ -55,6 +56,7 @@ class ModelFacts:
     unknown_options: tuple[tuple[str, object], ...]
     quantization: str | None
     history_keys: tuple[str, ...]
+    num_mtp_layers: int = 0
     has_sectioned_rope: bool = False
 
     @property
@@ -114,6 +116,7 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
                 key for key, value in text.items() if value and any(word in key for word in _HISTORY_WORDS)
             )
         ),
+        num_mtp_layers=_size(text.get("num_nextn_predict_layers")) or _size(text.get("num_mtp_layers")) or 0,
         has_sectioned_rope=any(
             isinstance(text.get(key), Mapping) and bool(text[key].get("mrope_section"))
             for key in ("rope_scaling", "rope_parameters")

@@ -23,6 +23,7 @@ from trtllm_tree.support.leaf_rules import (
     plan_host_leaf,
 )
 from trtllm_tree.support.model_facts import ModelFacts
+from trtllm_tree.support.mtp import mtp_problems
 from trtllm_tree.support.report import Refused
 from trtllm_tree.support.resolve import PartAnswer, tree_answers, tree_blockers
 from trtllm_tree.support.scope import SCOPE, scope_problems
@@ -55,6 +56,18 @@ class PlannedRun:
     def is_tree(self) -> bool:
         """Whether a draft tree is asked for."""
         return self.config.speculative is not None and self.config.speculative.is_tree
+
+    @property
+    def drafts_with_mtp(self) -> bool:
+        """Whether the target's own MTP layer drafts, by our doing: TensorRT-LLM runs chains of it as ever."""
+        spec = self.config.speculative
+        is_ours = self.is_tree or self.host == "embedded"
+        return spec is not None and spec.decoding_type == "MTP" and is_ours
+
+    @property
+    def drafter(self) -> ModelFacts | None:
+        """Facts of whose layers draft: the head's, or for an MTP layer the target's, which are alike."""
+        return self.target if self.drafts_with_mtp else self.draft
 
     def shape(self, facts: ModelFacts | None, capability: Capability | None) -> CallShape | None:
         """What the layers of a model ask of a leaf on a GPU of this capability; None where facts are missing."""
@@ -102,6 +115,8 @@ def run_problems(run: PlannedRun) -> list[Problem]:
     problems = []
     if run.target is not None and (run.is_tree or run.host == "embedded"):
         problems += scope_problems(run.target, run.host)
+    if run.target is not None and run.drafts_with_mtp:
+        problems += mtp_problems(run.target, run.host)
     if run.is_tree and (leaves := planned_leaves(run, run.capability)) is not None:
         problems += tree_blockers(*leaves)
     return problems
@@ -112,7 +127,7 @@ def planned_leaves(run: PlannedRun, capability: Capability | None) -> tuple[Plan
 
     Without a GPU there is nothing to say about TensorRT-LLM.
     """
-    target, draft = (run.shape(facts, capability) for facts in (run.target, run.draft))
+    target, draft = (run.shape(facts, capability) for facts in (run.target, run.drafter))
     if target is None or draft is None or (run.host == "tensorrt_llm" and capability is None):
         return None
     return plan_host_leaf(run.host, target, capability), plan_host_leaf(run.host, draft, capability)

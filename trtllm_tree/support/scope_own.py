@@ -151,6 +151,16 @@ OWN_LINES: tuple[ScopeLine, ...] = (
         "speculative_config.draft_len_schedule",
         "speculative_config.max_concurrency",
     ),
-    keyed("two_model_flow", "The two-model flow", "speculative_config.eagle3_one_model"),
+    keyed(
+        "two_model_flow",
+        "The two-model flow",
+        "speculative_config.eagle3_one_model",
+        "speculative_config.mtp_eagle_one_model",
+    ),
+    keyed(
+        "relaxed_acceptance",
+        "Drafts that are accepted though the target would have decoded others",
+        "speculative_config.use_relaxed_acceptance_for_thinking",
+    ),
     keyed("suffix_automaton", "A suffix automaton beside the drafter", "speculative_config.sa_config"),
 )

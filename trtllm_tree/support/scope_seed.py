@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trtllm_tree.config.engine import KV_CACHE_DTYPE_RULE
-from trtllm_tree.config.host_rules import MTP_RULE, TREE_REFUSALS, VERIFY_VARIABLE
-from trtllm_tree.config.model_rules import LATENT_MODELS
+from trtllm_tree.config.host_rules import TREE_REFUSALS, VERIFY_VARIABLE
+from trtllm_tree.config.model_rules import LATENT_MODELS, MTP_MODELS, MULTI_DEPTH_RULE
 from trtllm_tree.support.head import GROUPED_HEADS_RULE, SEES_EVERY_KEY_RULE
 from trtllm_tree.support.kv_scales import UNSCALED_RULE
 from trtllm_tree.support.model_asks import latent, mamba2, other_recurrent, sinks, sliding, token_history
@@ -26,6 +26,7 @@ _BACKENDS = "support/resolve.py, on the attention backends"
 _DRAFTER = "config/speculative.py, on the options"
 _CACHE = "config/engine.py, on the options"
 _SCALES = "support/kv_scales.py, on the checkpoints' scales"
+_MTP = "support/mtp.py, on the model's config.json"
 _NOTHING = "by construction"
 
 _DECODING_TYPE = ("speculative_config.decoding_type", "decoding_type")
@@ -41,11 +42,20 @@ SEED_LINES: tuple[ScopeLine, ...] = (
     ),
     ScopeLine(
         id="mtp",
-        what="MTP drafters, EAGLE-style (the layer run S times) and multi-depth",
-        answers=nowhere(MTP_RULE),
-        checked=OPTION,
+        what="MTP drafters, EAGLE-style: the target's one MTP layer, run S times",
+        answers=EVERYWHERE,
+        checked=_MTP,
         options=_DECODING_TYPE,
         values=("MTP",),
+        note="; ".join(f"{host}: {', '.join(models)}" for host, models in MTP_MODELS.items()),
+    ),
+    ScopeLine(
+        id="multi_depth_mtp",
+        what="Multi-depth MTP, a layer a step",
+        answers=nowhere(MULTI_DEPTH_RULE),
+        checked=_MTP,
+        options=("speculative_config.use_mtp_vanilla",),
+        rule=MULTI_DEPTH_RULE,
     ),
     ScopeLine(
         id="eagle4",
@@ -96,9 +106,10 @@ SEED_LINES: tuple[ScopeLine, ...] = (
     ScopeLine(
         id="mla_draft",
         what="MLA drafts",
-        answers=nowhere(GROUPED_HEADS_RULE),
+        answers=embedded_only(GROUPED_HEADS_RULE),
         checked=_HEAD,
         options=("speculative_model: kv_lora_rank",),
+        note="embedded: MTP layers; EAGLE3 heads have grouped heads",
     ),
     keyed("kv_parallelism", "KV (context) parallelism", "context_parallel_size", "cp_config"),
     ScopeLine(

@@ -19,8 +19,10 @@ _INNER = "tensorrt_llm._double"
 # Names of the signatures file that runtime modules implement.
 IMPLEMENTED = {
     "attention": ["TrtllmAttention"],
+    "distributed": ["allgather"],
     "drafter": ["Drafter"],
     "fmha": ["Fmha", "FmhaParams", "PhasedFmha"],
+    "glm": ["Glm4MTP", "Glm4MoeForCausalLM"],
     "kv_cache": ["KVCacheManager", "KVCacheManagerV2"],
     "llm": ["LLM"],
     "llm_args": ["Eagle3DecodingConfig", "MTPDecodingConfig", "TorchLlmArgs", "UserProvidedDecodingConfig"],
@@ -32,13 +34,15 @@ IMPLEMENTED = {
         "DeepseekV3ForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
         "SpecDecOneEngineForCausalLM",
     ],
-    "nemotron": ["NemotronHForCausalLM"],
+    "mtp": ["DeepseekV3MTPHead", "MTPForCausalLM"],
+    "mtp_worker": ["MTPEagleWorker"],
+    "nemotron": ["NemotronHForCausalLM", "NemotronHMTP"],
     "registry": ["DEFAULT_FMHA_LIBS", "FMHA_LIBS", "get_enabled_fmha_lib_classes"],
     "resources": ["ResourceManager", "ResourceManagerType"],
     "sampling_params": ["SamplingParams"],
     "serve": ["main"],
-    "spec_metadata": ["Eagle3OneModelSpecMetadata"],
-    "spec_tree": ["DynamicTreeSlotStorage", "SpecTreeManager"],
+    "spec_metadata": ["Eagle3OneModelSpecMetadata", "SpecMetadata"],
+    "spec_tree": ["DynamicTreeSlotStorage", "MTPEagleDynamicTreeResourceManager", "SpecTreeManager"],
     "spec_worker": ["Eagle3OneModelWorker", "SpecWorkerBase"],
 }  # fmt: skip
 # What the runtime has besides: names that code of TensorRT-LLM's users imports, and that no symbol of ours needs.
@@ -60,7 +64,7 @@ FURTHER = [
     (f"{_TORCH}.models.modeling_utils", "model_parts", ["MODEL_CLASS_MAPPING", "DecoderModelForCausalLM"]),
     (f"{_TORCH}.models.modeling_mistral", "models", ["MistralForCausalLM"]),
     (f"{_TORCH}.models.modeling_speculative", "eagle3_model", ["Eagle3DraftModel", "Eagle3ForCausalLM"]),
-    (f"{_TORCH}.speculative.interface", "spec_metadata", ["SpecMetadata"]),
+    (f"{_TORCH}.speculative.mtp_dynamic_tree", "mtp_worker", ["MTPEagleDynamicTreeWorker"]),
     (f"{_TORCH}.speculative.mode", "mode", ["SpeculativeDecodingMode"]),
     (f"{_TORCH}.speculative.eagle3_dynamic_tree", "spec_worker", ["Eagle3OneModelDynamicTreeWorker"]),
     (

@@ -51,6 +51,29 @@ def hybrid_pair(root: Path, *, kinds: tuple[str, ...] = KINDS, hidden_size: int 
     return target, head
 
 
+def hybrid_mtp_dir(root: Path, *, hidden_size: int = 64) -> Path:
+    """The target of `hybrid_pair` with an MTP layer of attention and an MLP, which has no head beside it."""
+    target, _ = hybrid_pair(root, hidden_size=hidden_size)
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    more = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*-"}
+    path.write_text(json.dumps(config | more), encoding="utf-8")
+    weights, generator = load_file(target / "model.safetensors"), torch.Generator().manual_seed(8)
+    for layer, kind in enumerate(("full_attention", "mlp")):
+        source = f"model.layers.{KINDS.index(kind)}."
+        named = {name.removeprefix(source): weight for name, weight in weights.items() if source in name}
+        for name, weight in named.items():
+            drawn = 0.2 * torch.randn(weight.shape, generator=generator)
+            weights[f"mtp.layers.{layer}.{name}"] = drawn if weight.dim() > 1 else 1 + drawn
+    for name in ("0.enorm", "0.hnorm", "1.final_layernorm"):
+        drawn = 0.2 * torch.randn(hidden_size, generator=generator)
+        weights[f"mtp.layers.{name}.weight"] = 1 + drawn
+    joined = 0.2 * torch.randn(hidden_size, 2 * hidden_size, generator=generator)
+    weights["mtp.layers.0.eh_proj.weight"] = joined
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def _weights(kinds: tuple[str, ...], hidden: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
 

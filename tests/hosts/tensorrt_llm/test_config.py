@@ -200,6 +200,17 @@ def test_a_shipped_file_is_valid_for_its_pydantic_models(llm_args: Any, name: st
     assert args.kv_cache_config.tokens_per_block == ours.engine.tokens_per_block
 
 
-def test_an_mtp_config_is_refused_by_the_embedded_host(tiny_target: Path) -> None:
-    with pytest.raises(ConfigError, match="MTP layers are not drafted with"):
+def test_a_tree_of_mtp_layers_is_refused_with_what_they_lack_and_one_of_a_head_is_not(
+    llm_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(import_module("tensorrt_llm._torch.distributed.ops"), "allgather")
+    with pytest.raises(trtllm_tree.UnsupportedError, match=r"allgather.*draft trees from MTP layers"):
+        trtllm_tree.SpeculativeConfig(decoding_type="MTP", tree_topk=2)
+    assert config_of(tree_topk=2).tree_topk == 2
+    chain = trtllm_tree.SpeculativeConfig(decoding_type="MTP", tree_topk=1)
+    assert type(chain) is llm_args.MTPDecodingConfig
+
+
+def test_a_target_without_an_mtp_layer_is_refused_by_the_embedded_host(tiny_target: Path) -> None:
+    with pytest.raises(ConfigError, match="has no MTP layer to draft with"):
         LLM(str(tiny_target), speculative_config=config.SpeculativeConfig(decoding_type="MTP"))

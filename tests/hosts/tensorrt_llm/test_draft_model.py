@@ -17,6 +17,7 @@ from trtllm_tree.draft.eagle3_head import Eagle3Head, load_eagle3_head
 from trtllm_tree.engine.model_runner import ModelRunner
 from trtllm_tree.errors import HostError
 from trtllm_tree.hosts.tensorrt_llm.attention import make_fmha_class
+from trtllm_tree.hosts.tensorrt_llm.draft_heads import Eagle3DraftHead
 from trtllm_tree.hosts.tensorrt_llm.draft_model import TrtllmDraftModel
 from trtllm_tree.hosts.tensorrt_llm.kv import TrtllmKVPool
 from trtllm_tree.hosts.tensorrt_llm.probe import probe
@@ -101,7 +102,9 @@ def parts(
         pool = TrtllmKVPool(
             executor.draft_kv_cache_manager or executor.kv_cache_manager, [layer], max_batch=4, device="cpu"
         )
-        bridge = TrtllmDraftModel(executor.model.draft_model, pool, max_batch=4, num_nodes=NODES)
+        bridge = TrtllmDraftModel(
+            Eagle3DraftHead(executor.model.draft_model), pool, max_batch=4, num_nodes=NODES
+        )
         runner = ModelRunner(target, dtype=torch.float32, device=torch.device("cpu"))
         head = load_eagle3_head(
             head_dir,

@@ -16,6 +16,7 @@ import yaml
 import trtllm_tree
 from tests.builders import tiny_eagle3_dir
 from tests.doubles.tensorrt_llm.install import runtime_double
+from tests.hosts.tensorrt_llm.mtp_runs import glm_dir
 from tests.hosts.tensorrt_llm.tree_runs import tree_double
 from trtllm_tree import LLM, ConfigError, HostUnavailableError, RequestError, SamplingParams, config
 from trtllm_tree.hosts.tensorrt_llm import llm as front
@@ -116,6 +117,26 @@ def test_a_tree_switches_the_plugin_on_in_every_process_and_a_chain_does_not(
         assert type(llm.remote.llm.executor.model.spec_worker).__name__ == "TreeEagleWorker"
         assert llm.speculative_config == spec
     assert os.environ["TLLM_TREE_ENABLE"] == "1"
+
+
+def test_the_targets_mtp_layer_drafts_without_a_head(double: Any, tmp_path: Path) -> None:
+    target = str(glm_dir(tmp_path))
+    with LLM(target, **OPTIONS) as plain:
+        wanted = plain.generate([[5, 9, 23], [7] * 20], params(16))
+    spec = config.SpeculativeConfig(decoding_type="MTP", **TREE)  # type: ignore[arg-type]
+    with LLM(target, speculative_config=spec, **OPTIONS) as llm:
+        executor = llm.remote.llm.executor
+        assert type(llm.remote.llm.args.speculative_config).__name__ == "TreeMTPConfig"
+        assert type(executor.model.spec_worker).__name__ == "TreeMTPEagleWorker"
+        found = llm.generate([[5, 9, 23], [7] * 20], params(16))
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in wanted]
+    assert max(found[0].acceptance.accept_lens) > 1
+    assert front.feature_problems(spec, target) == []
+    # A separate checkpoint of MTP layers is no EAGLE3 head either.
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers/config.json").write_text('{"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}', "utf-8")
+    apart = config.SpeculativeConfig(decoding_type="MTP", speculative_model=str(tmp_path / "layers"))
+    assert front.with_features(apart, target) == apart
 
 
 def test_a_public_config_made_beside_tensorrt_llm_is_taken_as_it_is(

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from tests.doubles.tensorrt_llm.install import runtime_double
+from tests.hosts.tensorrt_llm.hybrid_runs import hybrid_mtp_dir
+from tests.hosts.tensorrt_llm.mtp_runs import glm_dir
 from tests.hosts.tensorrt_llm.tree_runs import agreeing_pair, prompts_of, tree_double, tree_executor
 from trtllm_tree.errors import ConfigError, UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm import plugin
 
 Pair = tuple[Path, Path]
-ARCHITECTURES = ("Llama", "Qwen3", "Qwen3Moe", "DeepseekV3", "GptOss", "NemotronH")
+ARCHITECTURES = ("Llama", "Qwen3", "Qwen3Moe", "DeepseekV3", "GptOss", "NemotronH", "Glm4Moe")
+OWN_MODULES = {"NemotronH": "nemotron", "Glm4Moe": "glm"}
 MODELS = "trtllm_tree.hosts.tensorrt_llm.models"
 
 
@@ -59,7 +62,7 @@ def test_every_architecture_is_ours_and_found_by_its_name(double: str) -> None:
         assert model is getattr(models, f"Tree{name}ForCausalLM")
         # Ranks import it by this name, or unpickle it.
         assert model.__module__ == MODELS and pickle.loads(pickle.dumps(model)) is model
-        module = double_module("nemotron" if name == "NemotronH" else "models")
+        module = double_module(OWN_MODULES.get(name, "models"))
         assert issubclass(model, getattr(module, f"{name}ForCausalLM"))
 
 
@@ -166,5 +169,75 @@ def test_an_architecture_that_is_missing_keeps_no_other_from_being_ours(
         plugin.register(required=True)
         models = importlib.import_module(MODELS)
         found = [name for name in ARCHITECTURES if hasattr(models, f"Tree{name}ForCausalLM")]
-        assert found == ["Llama", "Qwen3Moe", "DeepseekV3", "NemotronH"]
+        assert found == ["Llama", "Qwen3Moe", "DeepseekV3", "NemotronH", "Glm4Moe"]
     sys.modules.pop(MODELS, None)
+
+
+@pytest.fixture(scope="module")
+def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return glm_dir(tmp_path_factory.mktemp("glm"))
+
+
+@pytest.mark.parametrize("make", [glm_dir, hybrid_mtp_dir])
+def test_the_worker_of_an_mtp_layer_takes_the_built_in_ones_place_everywhere(
+    double: str, tmp_path: Path, capfd: Any, make: Any
+) -> None:
+    model = tree_executor(make(tmp_path), None).model
+    worker = double_module("mtp_worker").MTPEagleWorker
+    assert isinstance(model.spec_worker, worker)
+    assert {id(module) for module in model.epilogue if isinstance(module, worker)} == {id(model.spec_worker)}
+    assert [module for module in model.modules() if isinstance(module, worker)] == [model.spec_worker]
+    assert not list(model.spec_worker.named_parameters()), "the layer is the worker's child as well"
+    assert "worker TreeMTPEagleWorker, attention TreeCascadeFmha" in capfd.readouterr().err
+
+
+def mtp_config(**options: Any) -> Any:
+    tree = {"max_total_draft_tokens": 11, "use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
+    return double_module("llm_args").MTPDecodingConfig(max_draft_len=4, **tree | options)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("speculative.mtp_dynamic_tree", "MTPEagleDynamicTreeResourceManager"),
+        ("models.modeling_speculative", "MTPForCausalLM"),
+        ("models.modeling_deepseekv3", "DeepseekV3MTPHead"),
+        ("distributed.ops", "allgather"),
+    ],
+)
+def test_what_mtp_layers_need_is_missed_by_their_trees_alone(
+    double: str, pair: Pair, mtp_target: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    monkeypatch.delattr(importlib.import_module(f"tensorrt_llm._torch.{module}"), name)
+    # Something that every tree needs besides, and an option that none can have.
+    monkeypatch.delattr(double_module("spec_tree").DynamicTreeSlotStorage, "fill_all_slot_ids")
+    mapping = double_module("model_parts").Mapping(pp_size=2)
+    target = (mtp_target, mtp_target)
+    with pytest.raises(UnsupportedError) as caught:
+        importlib.import_module(MODELS).TreeGlm4MoeForCausalLM(
+            model_config(target, mtp_config(), mapping=mapping)
+        )
+    text = str(caught.value)
+    for needed in (name, "draft trees from MTP layers", "fill_all_slot_ids", "pipeline_parallel_size"):
+        assert needed in text
+    with pytest.raises(UnsupportedError) as caught:
+        importlib.import_module(MODELS).TreeLlamaForCausalLM(model_config(pair, config(pair)))
+    assert "fill_all_slot_ids" in str(caught.value) and name not in str(caught.value)
+
+
+def test_an_mtp_chain_is_the_built_in_ones(double: str, mtp_target: Path) -> None:
+    chain = {"max_total_draft_tokens": None, "use_dynamic_tree": False, "dynamic_tree_max_topK": None}
+    model = importlib.import_module(MODELS).TreeGlm4MoeForCausalLM(
+        model_config((mtp_target, mtp_target), mtp_config(**chain))
+    )
+    assert type(model.spec_worker) is double_module("mtp_worker").MTPEagleWorker
+
+
+def test_a_latent_mtp_layer_is_refused_by_name(double: str, tmp_path: Path) -> None:
+    from tests.builders import tiny_deepseek_dir
+
+    target = tiny_deepseek_dir(tmp_path)
+    found = model_config((target, target), mtp_config())
+    found.pretrained_config.num_nextn_predict_layers = 1
+    with pytest.raises(UnsupportedError, match=r"drafts with the MTP layers of glm4_moe.*not of deepseek_v3"):
+        importlib.import_module(MODELS).TreeDeepseekV3ForCausalLM(found)

@@ -173,5 +173,5 @@ def test_a_module_that_is_gone_costs_the_features_of_its_symbols_only(
         found = {feature for mismatch in report.mismatches for feature in mismatch.features}
         assert found == set().union(*map(features_of, gone)), module
         # A symbol that moved may be looked for in another module, which is still there.
-        moved = {"KVCacheManagerV2"}.intersection(entry["name"] for entry in gone)
+        moved = {"KVCacheManagerV2", "MTPEagleWorker"}.intersection(entry["name"] for entry in gone)
         assert len(report.mismatches) <= 1 + len(moved), report.mismatches

@@ -142,14 +142,50 @@ def test_a_run_is_refused_by_the_rules_for_files(option: str) -> None:
     assert (problem.option, problem.rule) == (option, TREE_REFUSALS[option])
 
 
-def test_static_trees_and_mtp_layers_are_refused() -> None:
+def test_static_trees_are_refused() -> None:
     (problem,) = found(spec=spec_config(eagle_choices=[[0]]))
     assert problem.option == "speculative_config.eagle_choices" and "static trees" in problem.rule
-    mtp = spec_config(decoding_type="MTP", speculative_model=None)
-    (problem,) = found(spec=mtp)
-    assert (problem.option, problem.value) == ("speculative_config.decoding_type", "MTP")
-    wrong = spec_config(decoding_type="MTP", max_total_draft_tokens=300, relaxed_topk=2)
-    assert {problem.option for problem in found(spec=wrong)} == {
+
+
+MTP: dict[str, Any] = {"decoding_type": "MTP", "speculative_model": None}
+GLM = {"model_type": "glm4_moe", "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize("capability", [None, SM90, SM100])
+@pytest.mark.parametrize("model", [GLM, GLM | {"model_type": "nemotron_h"}], ids=["glm", "nemotron"])
+def test_a_tree_from_the_targets_mtp_layer_is_not_refused(capability: Any, model: dict[str, Any]) -> None:
+    assert found(model_config(model), spec_config(**MTP), capability=capability) == []
+    ranks = mapping(tp_size=2)
+    assert found(model_config(model), spec_config(**MTP), ranks, capability=capability) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "says"),
+    [
+        ({"model_type": "glm4_moe"}, "speculative_config.decoding_type", "has no MTP layer"),
+        (GLM | {"num_nextn_predict_layers": 2}, "model: num_nextn_predict_layers", "must be 1"),
+        (MLA | {"num_nextn_predict_layers": 1}, "speculative_config.decoding_type", "not of deepseek_v3"),
+        (GLM | {"model_type": "qwen3"}, "speculative_config.decoding_type", "not of qwen3"),
+    ],
+)
+def test_an_mtp_layer_that_no_tree_is_drafted_with_is_refused(
+    model: dict[str, Any], option: str, says: str
+) -> None:
+    (problem,) = found(model_config(model), spec_config(**MTP))
+    assert problem.option == option and says in problem.rule
+
+
+def test_the_layer_of_an_mtp_tree_is_judged_as_the_targets(tmp_path: Path) -> None:
+    """Its shape is the target's; a checkpoint that has it alone is no head whose config.json could be wrong."""
+    apart = Path(checkpoint(tmp_path / "layers"))
+    (apart / "config.json").write_text(json.dumps(LLAMA | {"sliding_window": 64}), encoding="utf-8")
+    assert found(model_config(GLM), spec_config(**MTP | {"speculative_model": str(apart)})) == []
+    many = GLM | {"num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 112}
+    problems = found(model_config(many), spec_config(**MTP), capability=SM100)
+    assert [problem.option for problem in problems] == ["verify attention backend", "lanes attention backend"]
+    wrong = spec_config(**MTP, max_total_draft_tokens=300)
+    problems = found(model_config({"model_type": "glm4_moe"}), wrong)
+    assert {problem.option for problem in problems} == {
         "speculative_config.decoding_type",
         "speculative_config.max_total_draft_tokens",
     }

@@ -47,22 +47,32 @@ def tree_double(
     _forget()
 
 
-def tree_executor(target: Path, head: Path, sizes: Sizes = MAIN, **options: Any) -> Any:
-    """The double's executor over a target of ours, warmed up; `separate` gives the head a cache of its own."""
+def tree_executor(target: Path, head: Path | None, sizes: Sizes = MAIN, **options: Any) -> Any:
+    """The double's executor over a target of ours, warmed up; without a head its MTP layer drafts.
+
+    `separate` gives the drafter a cache of its own.
+    """
     topk, steps, nodes = sizes
-    config = _double("llm_args").Eagle3DecodingConfig(
-        max_draft_len=steps,
-        max_total_draft_tokens=nodes - 1,
-        use_dynamic_tree=True,
-        dynamic_tree_max_topK=topk,
-        speculative_model=str(head),
-        eagle3_layers_to_capture=set(options.pop("layers", (0, 1, 2))),
-        use_rejection_sampling=options.pop("use_rejection_sampling", False),
-    )
+    args = _double("llm_args")
+    common = {
+        "max_draft_len": steps,
+        "max_total_draft_tokens": nodes - 1,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": topk,
+        "use_rejection_sampling": options.pop("use_rejection_sampling", False),
+    }
+    if head is None:
+        config, worker = args.MTPDecodingConfig(**common), "TreeMTPEagleWorker"
+    else:
+        layers = set(options.pop("layers", (0, 1, 2)))
+        config = args.Eagle3DecodingConfig(
+            **common, speculative_model=str(head), eagle3_layers_to_capture=layers
+        )
+        worker = "TreeEagleWorker"
     config._allow_separate_draft_kv_cache = options.pop("separate", False)
     defaults = {"dtype": torch.float32}
     executor = _double("executor").Executor(target, speculative_config=config, **defaults | options)
-    assert type(executor.model.spec_worker).__name__ == "TreeEagleWorker"
+    assert type(executor.model.spec_worker).__name__ == worker
     executor.warmup()
     return executor
 
@@ -82,7 +92,7 @@ def sampling_config(**options: Any) -> Any:
 
 def embedded_tokens(
     target: Path,
-    head: Path,
+    head: Path | None,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams] | SamplingParams,
     sizes: Sizes = MAIN,
@@ -94,7 +104,8 @@ def embedded_tokens(
         tree_topk=topk,
         num_steps=steps,
         num_nodes=nodes,
-        speculative_model=str(head),
+        decoding_type="MTP" if head is None else "Eagle3",
+        speculative_model=None if head is None else str(head),
         use_rejection_sampling=options.pop("use_rejection_sampling", False),
     )
     defaults = {
@@ -122,8 +133,8 @@ def agreeing_pair(root: Path, *, hidden_size: int = 64) -> tuple[Path, Path]:
     weights = load_file(head / "model.safetensors")
     likely = torch.arange(4) * 20
     ids = likely + weights["d2t"][likely]
-    _favour_rows(head / "model.safetensors", "lm_head.weight", likely)
-    _favour_rows(target / "model.safetensors", "lm_head.weight", ids)
+    favour_rows(head / "model.safetensors", "lm_head.weight", likely)
+    favour_rows(target / "model.safetensors", "lm_head.weight", ids)
     return target, head
 
 
@@ -138,7 +149,8 @@ def cached_rows(executor: Any, request: Any, count: int) -> torch.Tensor:
     return torch.stack(pages)
 
 
-def _favour_rows(path: Path, key: str, rows: torch.Tensor) -> None:
+def favour_rows(path: Path, key: str, rows: torch.Tensor) -> None:
+    """Make a checkpoint's scores choose among the tokens `rows`, an even number of them."""
     weights = load_file(path)
     kept = weights[key][rows[::2]]
     weights[key] *= 0.1

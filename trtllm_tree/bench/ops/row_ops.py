@@ -103,6 +103,10 @@ def _parameters(case: Case, rows: int, device: torch.device) -> dict[str, torch.
     }
 
 
+def _filters(case: Case) -> bool:
+    return bool(case["K"] or case["percent"] < 100)
+
+
 def _row_buffers(logits: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
         "workspace": logits.new_zeros(sampled_workspace_shape(len(logits)), dtype=torch.int64),
@@ -131,7 +135,7 @@ def _rejection(case: Case, sets: int, generator: torch.Generator) -> Workload:
     def plain_draw(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)
         buffers = _row_buffers(logits)
-        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers)
+        return lambda: sampled_tokens(logits, **parameters, tokens=tokens, **buffers, filters=_filters(case))
 
     def probabilities(logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(dim=-1, dtype=torch.float32)
@@ -150,8 +154,7 @@ def _sampled(case: Case, sets: int, generator: torch.Generator) -> Workload:
     rows, vocab, top_k, device = case["R"], case["V"], case["K"], generator.device
     top_p = case["percent"] / 100
     logits = [normal(generator, (rows, vocab), case.torch_dtype) for _ in range(sets)]
-    parameters = _parameters(case, rows, device)
-    filters = bool(top_k or top_p < 1)
+    parameters, filters = _parameters(case, rows, device), _filters(case)
 
     def call_on(logits: torch.Tensor) -> Call:
         tokens = logits.new_empty(rows, dtype=torch.int32)

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from trtllm_tree.errors import HostUnavailableError
 
 _PACKAGES = ("gguf", "jinja2", "tokenizers", "transformers")
-_TRANSFORMERS = 5
+# The first whose MTP layers can be loaded alone.
+_TRANSFORMERS = (5, 17)
 
 
 def require_packages() -> None:
@@ -23,8 +24,8 @@ def require_packages() -> None:
     lacking = [f"{name} is not installed" for name in _PACKAGES if find_spec(name) is None]
     if find_spec("transformers") is not None:
         found = version("transformers")
-        if int(found.partition(".")[0]) < _TRANSFORMERS:
-            lacking.append(f"transformers is {found} and must be {_TRANSFORMERS}.x")
+        if tuple(int(part) for part in found.split(".")[:2]) < _TRANSFORMERS:
+            lacking.append(f"transformers is {found} and must be 5.x, from 5.17 on")
     if lacking:
         raise HostUnavailableError(
             f"host = 'embedded': {', '.join(lacking)}. Install the extra in an environment of its own: "

@@ -12,8 +12,12 @@ from trtllm_tree.config.engine import EngineConfig, kv_cache_dtype_problems
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.errors import ConfigError, Problem
 from trtllm_tree.kernels.dispatch import use_triton
+from trtllm_tree.support.head import head_problems
 from trtllm_tree.support.kv_scales import kv_scale_problems
 from trtllm_tree.support.leaf_rules import FP8_CAPABILITY
+from trtllm_tree.support.model_facts import read_model_facts
+from trtllm_tree.support.mtp import mtp_problems
+from trtllm_tree.support.mtp_weights import mtp_weight_problems
 from trtllm_tree.tree.reservation import request_extent
 
 # Pool for this many tokens a request unless the user says otherwise: full contexts of every request would not
@@ -59,7 +63,7 @@ def resolve_config(
 
     Raises:
         ConfigError: a device that is not there, limits that the model or the pool cannot hold, K/V that cannot be
-            kept as asked for.
+            kept as asked for, a drafter that does not fit the target.
     """
     problems: list[Problem] = []
     device = _device(config.device, problems)
@@ -77,6 +81,7 @@ def resolve_config(
     )
     dtype = _dtype(config.dtype, device, model_config)
     kv_dtype = _kv_dtype(config.kv_cache_dtype, dtype, device, problems)
+    problems += _drafter_problems(speculative, target_dir, head_dir)
     if kv_dtype == FP8:
         problems += kv_scale_problems(target_dir)
         problems += kv_scale_problems(head_dir, "speculative_model") if head_dir is not None else []
@@ -96,6 +101,18 @@ def resolve_config(
         max_extent=max_extent,
         num_kv_tokens=num_kv_tokens,
     )
+
+
+def _drafter_problems(
+    speculative: SpeculativeConfig | None, target_dir: Path, head_dir: Path | None
+) -> list[Problem]:
+    """Why the head, or the target's own MTP layer, cannot draft."""
+    if head_dir is not None:
+        return head_problems(head_dir, target_dir)
+    facts = read_model_facts(target_dir)
+    if speculative is None or speculative.decoding_type != "MTP" or facts is None:
+        return []
+    return mtp_problems(facts, "embedded") + mtp_weight_problems(target_dir, facts)
 
 
 def _device(name: str, problems: list[Problem]) -> torch.device:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from trtllm_tree.engine.kv_cache import CacheGroup, GroupSpec, KVCache, LayerSpec
+from trtllm_tree.engine.model_runner import cache_layer
 
 TARGET_GROUP = "target"
 DRAFT_GROUP = "draft"
-DRAFT_LAYER = "draft.0"
+DRAFT_LAYER = cache_layer(DRAFT_GROUP, 0)
 
 
 class EmbeddedKVPool:

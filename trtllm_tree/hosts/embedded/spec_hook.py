@@ -31,7 +31,7 @@ class SpecDecode:
 
     Args:
         spec_round: the round.
-        draft_model: the head over the draft cache, for prompts.
+        draft_model: the drafter over the draft cache, for prompts.
         cache: the engine's cache; its last group is the draft's.
         cascade: tree attention of the target's verify forward.
         decode_attention: attention of a chain's verify forward.
@@ -77,7 +77,7 @@ class SpecDecode:
         self.round.reset(slot)
 
     def after_prefill(self, segments: Sequence[Segment]) -> None:
-        """Run the head over the prompt rows, and draft for the prompts that ended."""
+        """Run the drafter over the prompt rows, and draft for the prompts that ended."""
         if not segments:
             return
         device, group = self._features.device, self._cache.groups[self._draft_index]

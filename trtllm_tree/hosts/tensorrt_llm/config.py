@@ -14,6 +14,7 @@ from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.config.tree_rules import num_entries
 from trtllm_tree.errors import ConfigError, Problem
 from trtllm_tree.hosts.tensorrt_llm.probe import probe
+from trtllm_tree.hosts.tensorrt_llm.symbols import TREE_FEATURES
 from trtllm_tree.hosts.tensorrt_llm.translate import plain_config
 
 _LLM_ARGS: Any = importlib.import_module("tensorrt_llm.llmapi.llm_args")
@@ -91,7 +92,7 @@ def host_config(config: SpeculativeConfig) -> Any:
     if config.is_tree and (problems := trtllm_size_problems(config)):
         raise ConfigError(problems)
     if config.is_tree:
-        probe().require("trees")
+        probe().require(TREE_FEATURES[config.decoding_type])
     if plain_class is object:
         probe().require(_FEATURES[config.decoding_type])
     fields = {*getattr(plain_class, "model_fields", ())}

@@ -1,8 +1,8 @@
-"""`ports.DraftModel` over TensorRT-LLM's modules of an EAGLE3 head, its KV cache and its attention metadata.
+"""`ports.DraftModel` over a drafter's modules, its KV cache and TensorRT-LLM's attention metadata.
 
 A draft forward is a forward of some requests with R rows each, whatever the step's batch is: the metadata is told so
 for the time being, and a `TreeStep` says where the rows lie and what they see. Prompts go through TensorRT-LLM's own
-context attention. Must not know how trees grow, nor how attention runs.
+context attention. Must not know how trees grow, how attention runs, nor whose modules draft.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from trtllm_tree.attention.cascade import TreeCascadeRows
 from trtllm_tree.attention.rows import ChainRows
+from trtllm_tree.hosts.tensorrt_llm.draft_heads import DraftHead
 from trtllm_tree.hosts.tensorrt_llm.kv import TrtllmKVPool, slots_of
 from trtllm_tree.hosts.tensorrt_llm.step import TreeStep, publish, published
 from trtllm_tree.ports import RoundBatch
@@ -32,28 +33,21 @@ _BITS = 64
 
 
 class TrtllmDraftModel:
-    """The head of a one-model EAGLE3 worker. To be made when its weights are loaded.
+    """The drafter of a one-model worker.
 
     Args:
-        draft_model: TensorRT-LLM's `Eagle3ForCausalLM`, or what has its parts: `model`, `lm_head`,
-            `logits_processor` and `apply_eagle3_fc`.
+        head: its modules.
         pool: the cache of its layers, of one group.
         max_batch: largest B of a draft forward.
         num_nodes: N.
     """
 
-    def __init__(self, draft_model: Any, pool: TrtllmKVPool, *, max_batch: int, num_nodes: int) -> None:
+    def __init__(self, head: DraftHead, pool: TrtllmKVPool, *, max_batch: int, num_nodes: int) -> None:
         assert pool.num_groups == 1, "the head's layers lie in several pools"
         assert num_nodes >= 1, "no nodes"
-        inner, config = draft_model.model, draft_model.config
-        self._head, self._pool, self._max_batch = draft_model, pool, max_batch
-        self.hidden_size, self.dtype = int(inner.hidden_size), inner.dtype
-        d2t = getattr(inner, "d2t", None)
-        # TensorRT-LLM keeps offsets too, in 32 bits.
-        self.d2t = None if d2t is None else d2t.detach().long().contiguous()
-        self.draft_vocab_size = int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
-        # Some heads hand on rows that are normed already.
-        self._hands_on_normed = False
+        self._head, self._pool, self._max_batch = head, pool, max_batch
+        self.hidden_size, self.dtype, self.d2t = head.hidden_size, head.dtype, head.d2t
+        self.draft_vocab_size = head.draft_vocab_size
         self._bound: tuple[Any, Any] | None = None
         self._step_batch: dict[str, Any] = {}
         self._row_counts: dict[int, torch.Tensor] = {}
@@ -91,16 +85,18 @@ class TrtllmDraftModel:
             attn_metadata.on_update()
             publish(attn_metadata, None)
 
+    def features(self, hidden_states: torch.Tensor, spec_metadata: Any) -> torch.Tensor:
+        """See `DraftHead.features`."""
+        return self._head.features(hidden_states, spec_metadata)
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """See `ports.DraftModel.fuse`."""
-        rows = self._head.apply_eagle3_fc(features.reshape(-1, features.shape[-1]))
+        rows = self._head.fuse(features.reshape(-1, features.shape[-1]))
         return rows.view(*features.shape[:-1], rows.shape[-1])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `ports.DraftModel.logits`."""
-        head, (metadata, _) = self._head, self._metadata()
-        rows = hidden if self._hands_on_normed else head.model.norm(hidden)
-        return head.logits_processor(rows, head.lm_head, metadata, True)
+        return self._head.logits(hidden, self._metadata()[0])
 
     def chain_rows(
         self,
@@ -195,17 +191,9 @@ class TrtllmDraftModel:
         return out.view(size, num_rows, -1)
 
     def _run(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        metadata, spec_metadata = self._metadata()
-        normed, handed_on = self._head.model(
-            input_ids=token_ids,
-            # Its modules may change these in place.
-            position_ids=positions.to(torch.int32, copy=True),
-            hidden_states=hidden,
-            attn_metadata=metadata,
-            spec_metadata=spec_metadata,
-        )
-        self._hands_on_normed = handed_on is normed
-        return handed_on
+        # A module may change the positions in place.
+        positions = positions.to(torch.int32, copy=True)
+        return self._head.run(token_ids, positions, hidden, *self._metadata())
 
     def _metadata(self) -> tuple[Any, Any]:
         assert self._bound is not None, "a draft forward outside of a worker call"

@@ -276,7 +276,8 @@ def feature_layers(spec: SpeculativeConfig, model: str) -> list[int]:
     TensorRT-LLM takes EAGLE3's usual layers unless it is told; it counts layers by their output, heads by their input.
     """
     head, target = Path(spec.speculative_model or ""), Path(model)
-    told = _LAYERS_OPTION in spec.host_options or spec.speculative_model is None
+    has_head = spec.decoding_type == "Eagle3" and spec.speculative_model is not None
+    told = _LAYERS_OPTION in spec.host_options or not has_head
     if told or not all((folder / "config.json").is_file() for folder in (head, target)):
         return []
     try:
@@ -309,8 +310,10 @@ def with_features(spec: SpeculativeConfig, model: str) -> SpeculativeConfig:
 def _prepared_package(spec: SpeculativeConfig | None) -> Any:
     """TensorRT-LLM, with our plugin in it for a tree; what it lacks is reported together."""
     from trtllm_tree.hosts.tensorrt_llm.probe import probe
+    from trtllm_tree.hosts.tensorrt_llm.symbols import TREE_FEATURES
 
-    probe().require("llm_api", *(["trees"] if spec is not None and spec.is_tree else []))
+    needed = [TREE_FEATURES[spec.decoding_type]] if spec is not None and spec.is_tree else []
+    probe().require("llm_api", *needed)
     if spec is not None and spec.is_tree:
         from trtllm_tree.hosts.tensorrt_llm import plugin
 

@@ -8,6 +8,7 @@ still gets classes that say so. Must not know what a worker does.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import types
@@ -18,13 +19,18 @@ import torch
 from trtllm_tree.errors import UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm.plugin import log_line, trees_enabled, use_attention
 from trtllm_tree.hosts.tensorrt_llm.probe import ProbeReport, probe
-from trtllm_tree.hosts.tensorrt_llm.symbols import FEATURES, SYMBOLS, WORKER_OWNER
+from trtllm_tree.hosts.tensorrt_llm.symbols import FEATURES, SYMBOLS, TREE_FEATURES, WORKER_OWNER
 from trtllm_tree.hosts.tensorrt_llm.translate import is_effective_tree, plain_config
 
 # Owns a worker in no version read so far; if one makes it, it is served as well.
 _MISTRAL = ("tensorrt_llm._torch.models.modeling_mistral", "MistralForCausalLM")
 _OWNER_MODULE = "tensorrt_llm._torch.models.modeling_speculative"
 _REGISTRY_MODULE = "tensorrt_llm._torch.models.modeling_utils"
+# By decoding_type, the symbol of the worker's base class and the name of ours.
+_WORKERS = {
+    "Eagle3": (("worker", "Eagle3OneModelWorker"), "TreeEagleWorker"),
+    "MTP": (("mtp", "MTPEagleWorker"), "TreeMTPEagleWorker"),
+}
 # Behind this comes a model's built-in class.
 _Model: Any = object
 
@@ -78,9 +84,11 @@ class TreeTargetModel(_Model):
 
     def _own_worker(self: Any, model_config: Any, report: ProbeReport) -> None:
         """Replace the worker, wherever the model holds it."""
+        from trtllm_tree.hosts.tensorrt_llm.draft_heads import draft_head
         from trtllm_tree.hosts.tensorrt_llm.worker import tree_eagle_worker
 
-        base = report.resolved["worker", "Eagle3OneModelWorker"].value
+        symbol, worker_name = _WORKERS[model_config.spec_config.decoding_type]
+        base = report.resolved[symbol].value
         options = {
             "mapping": model_config.mapping,
             "model_config": model_config,
@@ -88,10 +96,12 @@ class TreeTargetModel(_Model):
         }
         known = inspect.signature(base.__init__).parameters
         given = {name: value for name, value in options.items() if name in known}
-        worker = tree_eagle_worker(base)(model_config.spec_config, **given)
+        worker = tree_eagle_worker(base, worker_name)(model_config.spec_config, **given)
         if hasattr(worker, "set_draft_model"):
             worker.set_draft_model(self.draft_model)
-        worker.prepare_rounds(self.draft_model, report.resolved["worker", "ResourceManagerType"].value)
+        # Not the draft model itself: the worker would register it a second time, as its own child.
+        make_head = functools.partial(draft_head, self.draft_model, model_config, report)
+        worker.prepare_rounds(make_head, report.resolved["worker", "ResourceManagerType"].value)
         built_in, self.spec_worker = self.spec_worker, worker
         for index, module in enumerate(self.epilogue):
             if module is built_in:
@@ -111,7 +121,8 @@ def _require_trees(model_config: Any, model: type) -> ProbeReport:
     spec_config = model_config.spec_config
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     own = f"model:{model.__name__.removeprefix('Tree')}"
-    problems = report.problems("trees", *(feature.id for feature in FEATURES if feature.id == own))
+    needed = TREE_FEATURES.get(spec_config.decoding_type, "trees")
+    problems = report.problems(needed, *(feature.id for feature in FEATURES if feature.id == own))
     problems += refusals(model_config, spec_config, model_config.mapping, capability=capability)
     if problems:
         raise UnsupportedError(problems)

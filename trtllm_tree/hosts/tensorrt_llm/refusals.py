@@ -63,11 +63,11 @@ def refusals(
         env_overrides=_environment(verify),
         extra=_options(model_config, mapping),
     )
-    target, draft = _target_facts(model_config, mapping), _head_facts(config)
+    target, head = _target_facts(model_config, mapping), _head(config)
+    draft = None if head is None else read_model_facts(Path(head))
     run = PlannedRun(config=config, host="tensorrt_llm", target=target, draft=draft, capability=capability)
     problems += host_problems(config, "tensorrt_llm") + run_problems(run) + _head_problems(draft)
     if config.engine.kv_cache_dtype == "fp8":
-        head = config.speculative.speculative_model if config.speculative else None
         folders = (("model", config.engine.model), ("speculative_model", head))
         for option, folder in folders:
             problems += kv_scale_problems(Path(folder), option) if folder and Path(folder).is_dir() else []
@@ -131,13 +131,14 @@ def _speculative(spec_config: Any, problems: list[Problem]) -> SpeculativeConfig
         return plain_config(spec_config)
     except ConfigError as error:
         problems += error.problems
+    kind = spec_config.decoding_type if spec_config.decoding_type in DRAFTERS else "Eagle3"
     head, kept = getattr(spec_config, "speculative_model", None), other_options(spec_config)
     # A tree whose sizes are right, for what is to be judged besides.
     return SpeculativeConfig(
         tree_topk=2,
         num_steps=2,
-        decoding_type=spec_config.decoding_type if spec_config.decoding_type in DRAFTERS else "Eagle3",
-        speculative_model=str(head) if head else "unknown",
+        decoding_type=kind,
+        speculative_model=str(head) if head else None if kind == "MTP" else "unknown",
         host_options=kept,
     )
 
@@ -183,9 +184,10 @@ def _target_facts(model_config: Any, mapping: Any) -> ModelFacts:
     return replace(facts, num_heads=max(heads // ranks, 1), num_kv_heads=max(kv_heads // ranks, 1))
 
 
-def _head_facts(config: RunConfig) -> ModelFacts | None:
-    head = config.speculative.speculative_model if config.speculative else None
-    return read_model_facts(Path(head)) if head else None
+def _head(config: RunConfig) -> str | None:
+    """The draft head's directory; MTP layers are the target's, and of its kind."""
+    spec = config.speculative
+    return None if spec is None or spec.decoding_type == "MTP" else spec.speculative_model
 
 
 def _head_problems(facts: ModelFacts | None) -> list[Problem]:

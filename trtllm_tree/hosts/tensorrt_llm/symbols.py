@@ -68,9 +68,13 @@ _ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseekv3",
     "GptOssForCausalLM": "gpt_oss",
     "NemotronHForCausalLM": "nemotron_h",
+    "Glm4MoeForCausalLM": "glm",
 }
 # What an architecture needs besides trees.
 _LAYERS = {"DeepseekV3ForCausalLM": "mla", "NemotronHForCausalLM": "hybrid"}
+
+# What a tree needs, by TensorRT-LLM's decoding_type.
+TREE_FEATURES = {"Eagle3": "trees", "MTP": "mtp"}
 
 FEATURES = (
     Feature("chain", "Eagle3 as a chain, in TensorRT-LLM's own worker"),
@@ -97,6 +101,7 @@ _ROOT = "tensorrt_llm"
 _TORCH = f"{_ROOT}._torch"
 _LLM_ARGS = (f"{_ROOT}.llmapi.llm_args",)
 _EAGLE3 = (f"{_TORCH}.speculative.eagle3",)
+_MTP_WORKER = (*_EAGLE3, f"{_TORCH}.speculative.mtp")
 _INTERFACE = (f"{_TORCH}.speculative.interface",)
 _TREE_MANAGER = (f"{_TORCH}.speculative.spec_tree_manager",)
 _DRAFTER = (f"{_TORCH}.speculative.drafter",)
@@ -125,6 +130,7 @@ _MODEL_CALL = (
     "attn_metadata", "input_ids", "position_ids", "inputs_embeds", "return_context_logits", "spec_metadata",
     "resource_manager",
 )  # fmt: skip
+_MTP_CALL = ("input_ids", "position_ids", "hidden_states", "embed_tokens", "attn_metadata")
 _SPEC_METADATA = ("runtime_draft_len", "hidden_states", "layers_to_capture", "hidden_size")
 _FORWARD_ARGS = (
     "output", "out_scale", "attention_input_type", "attention_window_size", "attention_sinks", "attention_mask_data",
@@ -204,9 +210,23 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("mla", "fields", _attention("interface"), "AttentionForwardArgs", "", ("quant_q_buffer",),
            purpose="queries over an FP8 cache"),
     Symbol("mtp", "fields", _LLM_ARGS, "MTPDecodingConfig", "",
-           ("max_draft_len", "use_dynamic_tree", "dynamic_tree_max_topK"), purpose="K and N"),
-    Symbol("mtp", "call", (f"{_TORCH}.speculative.mtp_dynamic_tree",), "MTPEagleDynamicTreeWorker", "",
+           ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens", "max_draft_len"), purpose="K and N"),
+    Symbol("mtp", "call", _MTP_WORKER, "MTPEagleWorker", "",
            ("spec_config", "model_config", "use_separate_draft_kv_cache", "mapping?"), purpose="base class"),
+    Symbol("mtp", "override", _MTP_WORKER, "MTPEagleWorker", "_forward_impl|forward", _WORKER_CALL,
+           purpose="one round"),
+    Symbol("mtp", "value", (f"{_TORCH}.speculative.mtp_dynamic_tree",), "MTPEagleDynamicTreeResourceManager",
+           purpose="holds the slots"),
+    Symbol("mtp", "fields", _INTERFACE, "SpecMetadata", "", ("runtime_draft_len",), purpose="what is verified"),
+    Symbol("mtp", "value", (f"{_MODELS}.modeling_speculative",), "MTPForCausalLM",
+           purpose="the layer, and the target's scores and embeddings"),
+    Symbol("mtp", "call", (f"{_MODELS}.modeling_glm",), "Glm4MTP", "forward", _MTP_CALL, purpose="a draft forward"),
+    Symbol("mtp", "call", (f"{_MODELS}.modeling_nemotron_h",), "NemotronHMTP", "forward", _MTP_CALL,
+           purpose="a draft forward"),
+    Symbol("mtp", "call", (f"{_MODELS}.modeling_deepseekv3",), "DeepseekV3MTPHead", "forward",
+           ("lm_head", "attn_metadata", "return_context_logits"), positional=1, purpose="scores of draft rows"),
+    Symbol("mtp", "call", (f"{_TORCH}.distributed.ops",), "allgather", "", ("mapping", "dim"), positional=1,
+           purpose="scores that are sharded over ranks"),
     Symbol("hybrid", "call", _executor_cache("mamba_cache_manager"), "MambaCacheManager", "update_mamba_states",
            _MAMBA_UPDATE, purpose="states follow the accepted path"),
     Symbol("hybrid", "override", _TREE_MANAGER, "DynamicTreeSlotStorage", "next_links_from_slots",

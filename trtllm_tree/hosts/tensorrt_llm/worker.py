@@ -3,13 +3,14 @@
 `open_window` runs before the target's layers and makes the generation rows a tree; the worker call behind them
 verifies, compacts, drafts, and returns what a chain would. A pure decode call neither waits for the device nor makes
 buffers that outlive it, so TensorRT-LLM captures it, before there is any tree. Must not know how attention runs, how
-pages are encoded, how the head is called or what a prompt needs. Importing this module imports no TensorRT-LLM.
+pages are encoded, who drafts or what a prompt needs. Importing this module imports no TensorRT-LLM.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from trtllm_tree.attention.rows import verify_rows
 from trtllm_tree.errors import ConfigError, HostError, Problem, UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm.batch import StepBatch, round_batch, target_tables
+from trtllm_tree.hosts.tensorrt_llm.draft_heads import DraftHead
 from trtllm_tree.hosts.tensorrt_llm.prompts import end_prompts
 from trtllm_tree.hosts.tensorrt_llm.refusals import guided_decoding_refusal, runtime_refusals
 from trtllm_tree.hosts.tensorrt_llm.results import empty_results, step_results
@@ -42,11 +44,11 @@ class TreeWorkerRound:
     get_draft_kv_cache_manager: Any
     draft_kv_cache_context: Any
 
-    def prepare_rounds(self, draft_model: Any, manager_types: Any) -> None:
+    def prepare_rounds(self, make_head: Callable[[], DraftHead], manager_types: Any) -> None:
         """Called once, by the model that owns this worker.
 
         Args:
-            draft_model: TensorRT-LLM's module of the head.
+            make_head: gives who drafts, when weights are loaded.
             manager_types: its `ResourceManagerType`.
 
         Raises:
@@ -54,8 +56,7 @@ class TreeWorkerRound:
         """
         self._mode = verify_mode(self.spec_config)
         self._config = plain_config(self.spec_config)
-        # A tuple, because a module would register the head a second time as its own child.
-        self._head = (draft_model,)
+        self._make_head = make_head
         self._manager_types = manager_types
         self._parts: WorkerParts | None = None
         self._open: OpenWindow | None = None
@@ -149,7 +150,7 @@ class TreeWorkerRound:
         """TensorRT-LLM's worker call: `_forward_impl`, or `forward` where that is what is overridden.
 
         Args:
-            hidden_states: [T, H], the target's last hidden rows; the head is fed what was captured of its layers.
+            hidden_states: [T, H], the target's last hidden rows, behind its final norm.
             logits: [contexts + generations * N, V]: of every prompt's last row, then of all generation rows.
 
         Returns:
@@ -160,7 +161,7 @@ class TreeWorkerRound:
         if not self._is_drafting(attn_metadata, spec_metadata, resource_manager):
             return empty_results(self._config, batch.total, logits)
         assert parts is not None, "the model's forward opened no window"
-        features = spec_metadata.hidden_states[:, : _feature_size(spec_metadata)]
+        features = parts.draft_model.features(hidden_states, spec_metadata)
         draft_kv = self.draft_kv_cache_context(attn_metadata, parts.managers.draft_kv)
         with parts.draft_model.bind(attn_metadata, spec_metadata, draft_kv):
             prompts = accepted = None
@@ -216,26 +217,22 @@ class TreeWorkerRound:
             self._parts = None
             if problems := runtime_refusals(managers.kv):
                 raise UnsupportedError(problems)
+            head = self._make_head()
             # Slots are also written between the steps, where TensorRT-LLM is not in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._parts = build_parts(
                     managers,
                     self._config,
                     mode=self._mode,
-                    draft_model=self._head[0],
-                    feature_size=_feature_size(spec_metadata),
-                    dtype=spec_metadata.hidden_states.dtype,
+                    head=head,
+                    features=head.feature_shape(spec_metadata),
                 )
         return self._parts
 
 
 @functools.cache
-def tree_eagle_worker(base: type) -> Any:
-    """`TreeEagleWorker` over TensorRT-LLM's `Eagle3OneModelWorker`, overriding what is overridden there."""
+def tree_eagle_worker(base: type, name: str = "TreeEagleWorker") -> Any:
+    """The worker over TensorRT-LLM's `Eagle3OneModelWorker` or `MTPEagleWorker`, overriding what it lets us."""
     call = "_forward_impl" if hasattr(base, "_forward_impl") else "forward"
     members = {"__doc__": TreeWorkerRound.__doc__, "__module__": __name__, call: TreeWorkerRound.run_round}
-    return type(base)("TreeEagleWorker", (TreeWorkerRound, base), members)
-
-
-def _feature_size(spec_metadata: Any) -> int:
-    return spec_metadata.hidden_size * len(spec_metadata.layers_to_capture)
+    return type(base)(name, (TreeWorkerRound, base), members)

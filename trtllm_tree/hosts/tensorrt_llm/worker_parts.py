@@ -18,6 +18,7 @@ from trtllm_tree.config.host_rules import DEFAULT_VERIFY_MODE, VERIFY_MODES, VER
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.draft.eagle import Eagle
 from trtllm_tree.errors import ConfigError, Problem
+from trtllm_tree.hosts.tensorrt_llm.draft_heads import DraftHead
 from trtllm_tree.hosts.tensorrt_llm.draft_model import TrtllmDraftModel
 from trtllm_tree.hosts.tensorrt_llm.kv import TrtllmKVPool
 from trtllm_tree.hosts.tensorrt_llm.recurrent import (
@@ -118,16 +119,15 @@ def build_parts(
     config: SpeculativeConfig,
     *,
     mode: str,
-    draft_model: Any,
-    feature_size: int,
-    dtype: torch.dtype,
+    head: DraftHead,
+    features: tuple[int, torch.dtype],
 ) -> WorkerParts:
     """Size everything for the largest batch, and put our slot storage in its place.
 
     Args:
         mode: which backend verifies: greedy, gumbel or rejection.
-        draft_model: TensorRT-LLM's module of the head.
-        feature_size, dtype: F, and of the target's features.
+        head: who drafts.
+        features: F, and the dtype of the target's features.
     """
     replaced = managers.trees.slot_storage
     device = replaced.all_ids_buf.device
@@ -136,14 +136,14 @@ def build_parts(
     )
     storage = replaced if hasattr(replaced, "trees") else tree_slot_storage(type(replaced))(replaced)
     num_slots, batch, nodes = storage.packed_mask.shape[0], int(managers.trees.num_trees), config.num_nodes
-    pool, draft_pool = _pools(managers, _cache_layers(draft_model), batch, device)
-    head = TrtllmDraftModel(draft_model, draft_pool, max_batch=batch, num_nodes=nodes)
+    pool, draft_pool = _pools(managers, _cache_layers(head.module), batch, device)
+    draft_model = TrtllmDraftModel(head, draft_pool, max_batch=batch, num_nodes=nodes)
     draws = UploadedDraws(num_slots, batch * nodes, device=device, greedy=mode == "greedy")
-    hidden = torch.zeros(batch * nodes, feature_size, dtype=dtype, device=device)
+    hidden = torch.zeros(batch * nodes, features[0], dtype=features[1], device=device)
     tree = TreeParts(TreeSpec(batch, nodes, hidden), storage.trees.next_parents, KVCompactor(pool))
     spec_round = SpecRound(
         config,
-        drafter=Eagle(head, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device),
+        drafter=Eagle(draft_model, config, max_batch=batch, vocab_size=head.draft_vocab_size, device=device),
         sampler=_sampler(mode, draws, batch, nodes, device),
         hidden=hidden,
         num_slots=num_slots,
@@ -161,7 +161,7 @@ def build_parts(
         storage=storage,
         pool=pool,
         draft_pool=draft_pool,
-        draft_model=head,
+        draft_model=draft_model,
         hidden=hidden,
         buffers=StepBuffers(config, batch, device),
         recurrent=recurrent,

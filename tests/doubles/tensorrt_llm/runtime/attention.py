@@ -13,6 +13,7 @@ from .kv_cache import FP8
 from .latent import write_latent
 from .layout import NEW, device
 from .manager import FmhaManager
+from .model_parts import RMSNorm
 from .rope import RopeParams, RotaryEmbedding, rotate_pairs
 
 
@@ -147,13 +148,14 @@ class Attention(nn.Module):
     Args:
         rope_fusion: whether the backend rotates; None for yes.
         input_size: channels of the input where they are not `hidden_size`.
+        dense_bias: of the output, where it is not as the input's.
     """
 
     def __init__(
         self, *, hidden_size: int, num_attention_heads: int, num_key_value_heads: int, bias: bool,
         pos_embd_params: PositionalEmbeddingParams, layer_idx: int, dtype: torch.dtype, config: Any,
         head_dim: int | None = None, rope_fusion: bool | None = None, q_scaling: float = 1.0,
-        input_size: int | None = None,
+        input_size: int | None = None, dense_bias: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.layer_idx, self.head_dim = layer_idx, head_dim or hidden_size // num_attention_heads
@@ -163,7 +165,8 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(
             input_size or hidden_size, self.q_size + 2 * self.kv_size, bias=bias, **place
         )
-        self.o_proj = nn.Linear(self.q_size, hidden_size, bias=bias, **place)
+        dense_bias = bias if dense_bias is None else dense_bias
+        self.o_proj = nn.Linear(self.q_size, hidden_size, bias=dense_bias, **place)
         self.rope_fusion = True if rope_fusion is None else rope_fusion
         self.rotary_emb = None
         if not self.rope_fusion:
@@ -183,10 +186,29 @@ class Attention(nn.Module):
             if NEW:
                 position_ids = _tree_positions(position_ids, attn_metadata)
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-            q, k = self.rotary_emb(position_ids, [q, k])
+            q, k = self.rotary_emb(position_ids, self.normed(q, k))
             qkv = torch.cat((q, k, v), dim=-1)
         output = self.attn.forward(qkv, None, None, attn_metadata, forward_args=AttentionForwardArgs())
         return self.o_proj(output)
+
+    def normed(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        """Of modules that rotate by themselves: queries and keys before that."""
+        return [q, k]
+
+
+class QKNormRoPEAttention(Attention):
+    """Norms queries and keys by head, and rotates them outside of the library."""
+
+    def __init__(self, *, eps: float, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(dtype=dtype, **options | {"rope_fusion": False})
+        self.q_norm, self.k_norm = (
+            RMSNorm(hidden_size=self.head_dim, eps=eps, dtype=dtype) for _ in range(2)
+        )
+
+    def normed(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        heads = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+        norms = (self.q_norm, self.k_norm)
+        return [norm(x).flatten(-2) for norm, x in zip(norms, heads, strict=True)]
 
 
 def _tree_positions(position_ids: Tensor, meta: Any) -> Tensor:

@@ -19,7 +19,7 @@ from .requests import LlmRequest, LlmRequestState, SamplingConfig, ScheduledRequ
 from .resources import ResourceManager, ResourceManagerType
 from .sampler import SampleState, SpecSampler
 from .spec_metadata import Eagle3OneModelSpecMetadata
-from .spec_tree import Eagle3OneModelDynamicTreeResourceManager
+from .spec_tree import Eagle3OneModelDynamicTreeResourceManager, MTPEagleDynamicTreeResourceManager
 
 DUMMY_ID = 1 << 32
 
@@ -94,7 +94,7 @@ class Executor:
         for path in sorted(model_dir.glob("*.safetensors")):
             weights |= load_file(path)
         self.model.load_weights(weights)
-        if self.model.draft_model is not None:
+        if self.model.draft_model is not None and not self.model.drafts_with_mtp:
             head = Path(self.spec_config.speculative_model)
             self.model.load_draft_weights(load_file(head / "model.safetensors"))
         self.model.eval()
@@ -112,7 +112,9 @@ class Executor:
         self.draft_kv_cache_manager = None
         draft = self.model.draft_model
         if draft is not None:
-            shape = (draft.config.num_key_value_heads, _head_dim(draft.config))
+            # An MTP layer is of its model's kind.
+            draft_config = getattr(draft, "config", config)
+            shape = (draft_config.num_key_value_heads, _head_dim(draft_config))
             if self.model.use_separate_draft_kv_cache:
                 self.draft_kv_cache_manager = manager(
                     num_layers=1,
@@ -154,11 +156,15 @@ class Executor:
             )  # fmt: skip
         is_tree = getattr(self.spec_config, "use_dynamic_tree", False) and draft is not None
         is_tree = bool(is_tree and (self.spec_config.dynamic_tree_max_topK or 0) > 1)
-        self.tree_resources = (
-            Eagle3OneModelDynamicTreeResourceManager(self.spec_config, self.max_batch_size)
-            if is_tree
-            else None
-        )
+        self.tree_resources: Any = None
+        if is_tree and self.model.drafts_with_mtp:
+            self.tree_resources = MTPEagleDynamicTreeResourceManager(
+                self.spec_config, self.model_config.torch_dtype, config.hidden_size, self.max_batch_size
+            )
+        elif is_tree:
+            self.tree_resources = Eagle3OneModelDynamicTreeResourceManager(
+                self.spec_config, self.max_batch_size
+            )
         managers = {
             ResourceManagerType.SPEC_RESOURCE_MANAGER: self.tree_resources,
             ResourceManagerType.DRAFT_KV_CACHE_MANAGER: self.draft_kv_cache_manager,
@@ -174,7 +180,7 @@ class Executor:
             max_total_draft_tokens=spec.tokens_per_gen_step - 1, spec_dec_mode=spec.spec_dec_mode,
             num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, dtype=dtype,
             max_num_tokens=max(max_num_tokens, self.max_batch_size * spec.tokens_per_gen_step),
-            layers_to_capture=spec.eagle3_layers_to_capture, is_spec_dec_tree=is_tree,
+            layers_to_capture=getattr(spec, "eagle3_layers_to_capture", None), is_spec_dec_tree=is_tree,
             is_spec_dec_dynamic_tree=is_tree, spec_resource_manager=self.tree_resources, vocab_size=config.vocab_size,
         )  # fmt: skip
 
@@ -187,6 +193,8 @@ class Executor:
         ]
         for manager in self._kv_managers():
             manager.add_dummy_requests([dummy.py_request_id for dummy in dummies[:1]], reserve)
+        if hasattr(self.tree_resources, "add_dummy_requests"):
+            self.tree_resources.add_dummy_requests([dummies[0].py_request_id])
         self._dummy = dummies[0]
         self.engine.forward(ScheduledRequests(context_requests=[self._dummy]))
         for size in self.graph_batch_sizes[::-1]:

@@ -46,7 +46,7 @@ class _CausalRows(PhasedFmha):
         q, k, v = (part.unflatten(-1, (-1, attn.head_dim)) for part in
                    qkv.split([heads * attn.head_dim for heads in dims], dim=-1))  # fmt: skip
         if attn.rope_params.dim > 0:
-            q, k = rotate(q, positions, attn.rotary_cos_sin), rotate(k, positions, attn.rotary_cos_sin)
+            q, k = (rotate(x, positions, attn.rotary_cos_sin, attn.rope_params.dim) for x in (q, k))
         cache = LayerRows(attn, meta)
         cache.write(request, positions, k, v)
         longest = key_bound(meta, first, count)

@@ -128,6 +128,8 @@ class MTPDecodingConfig(DecodingBaseConfig):
     dynamic_tree_max_topK: int | None = None
     sa_config: dict[str, Any] | None = None
 
+    _max_batch_size: int | None = PrivateAttr(None)
+
     @model_validator(mode="after")
     def _validated(self) -> MTPDecodingConfig:
         if self.max_draft_len is None:
@@ -137,7 +139,8 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
-        return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+        mode = SpeculativeDecodingMode
+        return mode.MTP if self.use_mtp_vanilla else mode.MTP_EAGLE_ONE_MODEL
 
     @property
     def num_capture_layers(self) -> int:

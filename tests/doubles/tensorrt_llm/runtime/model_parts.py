@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +28,18 @@ def register_auto_model(name):
 
 def model_class(architecture: str) -> Any:
     """Who serves an architecture; the built-in models are imported first."""
-    for name in ("deepseekv3", "gpt_oss", "llama", "mistral", "nemotron_h", "qwen3", "qwen3_moe"):
+    for name in ("deepseekv3", "glm", "gpt_oss", "llama", "mistral", "nemotron_h", "qwen3", "qwen3_moe"):
         importlib.import_module(f"tensorrt_llm._torch.models.modeling_{name}")
     return MODEL_CLASS_MAPPING[architecture]
 
 
 @dataclass
 class Mapping:
-    """One rank."""
+    """One rank.
+
+    Attributes:
+        shards: of the double: what all ranks hold, given what this one does.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -44,6 +49,7 @@ class Mapping:
     cp_size: int = 1
     moe_ep_size: int = 1
     enable_attention_dp: bool = False
+    shards: Callable[[Tensor], list[Tensor]] | None = None
 
     def has_cp_helix(self) -> bool:
         return False
@@ -119,6 +125,17 @@ class GatedMLP(nn.Module):
         return self.down_proj(nn.functional.silu(gate) * rise)
 
 
+class LMHead(nn.Linear):
+    """Scores of the vocabulary. Sharded over ranks the real one gives a rank's columns, unless it is told to gather."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype) -> None:
+        super().__init__(embedding_dim, num_embeddings, bias=False, dtype=dtype, device=device())
+        self.num_embeddings, self.gather_output = num_embeddings, True
+
+    def forward(self, input: Tensor, *, is_spec_decoding_head: bool = False) -> Tensor:
+        return super().forward(input)
+
+
 class LogitsProcessor(nn.Module):
     """Scores of given rows, or of each request's last one."""
 
@@ -136,8 +153,7 @@ class DecoderModelForCausalLM(nn.Module):
     def __init__(self, model: nn.Module, *, config: ModelConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.model, self.model_config, self.config = model, config, config.pretrained_config
-        place = {"dtype": config.torch_dtype, "device": device()}
-        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False, **place)
+        self.lm_head = LMHead(vocab_size, hidden_size, config.torch_dtype)
         self.logits_processor = LogitsProcessor()
         self.epilogue: list[Any] = []
 

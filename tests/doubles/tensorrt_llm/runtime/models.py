@@ -19,6 +19,7 @@ from .model_parts import (
     load_state,
     register_auto_model,
 )
+from .mtp import MTPForCausalLM
 from .rope import RopeParams
 from .spec_worker import get_spec_worker
 
@@ -102,9 +103,14 @@ class SpecDecOneEngineForCausalLM(DecoderModelForCausalLM):
         self.use_separate_draft_kv_cache = False
         self.spec_config = spec_config = model_config.spec_config
         if spec_config is not None and spec_config.spec_dec_mode.use_one_engine():
-            self.draft_config = read_draft_config(model_config)
             self.use_separate_draft_kv_cache = spec_config._allow_separate_draft_kv_cache
-            self.draft_model = Eagle3ForCausalLM(self.draft_config, config.num_hidden_layers)
+            if self.drafts_with_mtp:
+                self.draft_model = MTPForCausalLM(
+                    model_config, config.num_hidden_layers, self.lm_head, self.model
+                )
+            else:
+                self.draft_config = read_draft_config(model_config)
+                self.draft_model = Eagle3ForCausalLM(self.draft_config, config.num_hidden_layers)
             self.epilogue.append(self.draft_model)
             self.spec_worker = get_spec_worker(
                 spec_config, model_config, model_config.mapping,
@@ -114,6 +120,10 @@ class SpecDecOneEngineForCausalLM(DecoderModelForCausalLM):
                 self.spec_worker.set_draft_model(self.draft_model)
             self.epilogue.append(self.spec_worker)
         self.layer_idx = -1
+
+    @property
+    def drafts_with_mtp(self) -> bool:
+        return self.spec_config is not None and self.spec_config.spec_dec_mode.is_mtp_one_model()
 
     def forward(
         self, attn_metadata, input_ids=None, position_ids=None, inputs_embeds=None, return_context_logits=False,

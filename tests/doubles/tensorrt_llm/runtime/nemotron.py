@@ -11,6 +11,7 @@ from .attention import Attention
 from .layout import device
 from .model_parts import GatedMLP, ModelConfig, RMSNorm, register_auto_model
 from .models import SpecDecOneEngineForCausalLM
+from .mtp import DeepseekV3MTPHead, without_mtp
 
 
 class Mamba2Mixer(nn.Module):
@@ -145,6 +146,7 @@ class NemotronHModel(nn.Module):
     def __init__(self, model_config: ModelConfig) -> None:
         super().__init__()
         config, dtype = model_config.pretrained_config, model_config.torch_dtype
+        self.num_hidden_layers, self.aux_stream_dict = config.num_hidden_layers, {}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device())
         self.layers = nn.ModuleList(
             NemotronHLayer(model_config, i, kind) for i, kind in enumerate(config.layers_block_type)
@@ -157,7 +159,8 @@ class NemotronHModel(nn.Module):
     ) -> Tensor:  # fmt: skip
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         residual = torch.zeros_like(hidden)
-        for layer in self.layers:
+        # The MTP layer stands behind these.
+        for layer in self.layers[: self.num_hidden_layers]:
             hidden, residual = layer(
                 position_ids, hidden, attn_metadata, residual, spec_metadata=spec_metadata,
                 mamba_metadata=attn_metadata.mamba_metadata,
@@ -165,9 +168,84 @@ class NemotronHModel(nn.Module):
         return self.norm_f(hidden, residual)[0]
 
 
+class NemotronHMTPDecoderLayer(NemotronHLayer):
+    """One of the layers that an MTP layer consists of: the first joins its inputs, the last norms what goes out."""
+
+    def __init__(
+        self, model_config: ModelConfig, layer_idx: int, kind: str, *, first: bool, last: bool
+    ) -> None:
+        super().__init__(model_config, layer_idx, kind)
+        config, dtype = model_config.pretrained_config, model_config.torch_dtype
+        norm = {"hidden_size": config.hidden_size, "eps": config.layer_norm_epsilon, "dtype": dtype}
+        self.joins, self.ends = first, last
+        if first:
+            self.enorm, self.hnorm = RMSNorm(**norm), RMSNorm(**norm)
+            self.eh_proj = nn.Linear(
+                2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device()
+            )
+        if last:
+            self.final_layernorm = RMSNorm(**norm)
+
+    def draft(
+        self, embeds: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.joins:
+            hidden = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
+            residual = torch.zeros_like(hidden)
+        assert residual is not None
+        hidden, residual = self(positions, hidden, attn_metadata, residual)
+        return self.final_layernorm(hidden, residual) if self.ends else (hidden, residual)
+
+
+_KINDS = {"*": "full_attention", "-": "mlp"}
+
+
+class NemotronHMTP(nn.Module):
+    """Layers by a pattern, all of one index. Its scorer's norm is not used."""
+
+    def __init__(self, model_config, layer_idx, aux_stream_dict, is_separate_draft_engine=False, prefix=""):
+        super().__init__()
+        pattern = model_config.pretrained_config.mtp_hybrid_override_pattern
+        last = len(pattern) - 1
+        self.layers = nn.ModuleDict(
+            {
+                str(i): NemotronHMTPDecoderLayer(
+                    model_config, layer_idx, _KINDS[kind], first=i == 0, last=i == last
+                )
+                for i, kind in enumerate(pattern)
+            }
+        )
+        self.shared_head = DeepseekV3MTPHead(model_config)
+
+    def forward(
+        self, input_ids, position_ids, hidden_states, embed_tokens, attn_metadata, all_rank_num_tokens=None,
+        spec_metadata=None, **kwargs,
+    ):  # fmt: skip
+        embeds, residual = embed_tokens(input_ids), None
+        for layer in self.layers.values():
+            hidden_states, residual = layer.draft(  # pyright: ignore
+                embeds, position_ids, hidden_states, residual, attn_metadata
+            )
+        return hidden_states
+
+
 @register_auto_model("NemotronHForCausalLM")
 class NemotronHForCausalLM(SpecDecOneEngineForCausalLM):
-    """Attention without RoPE, recurrent layers, and MLPs."""
+    """Attention without RoPE, recurrent layers, and MLPs; the MTP layer is a layer of the model besides."""
 
     def __init__(self, model_config):
         super().__init__(NemotronHModel(model_config), model_config)
+        if self.drafts_with_mtp:
+            self.model.layers.extend(self.draft_model.mtp_layers)  # pyright: ignore
+            # Twice, as in the real one.
+            self.epilogue.append(self.spec_worker)
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        prefix = f"model.layers.{self.config.num_hidden_layers}."
+        weights = {name.replace("mtp.", prefix, 1) if name.startswith("mtp.") else name: weight
+                   for name, weight in weights.items()}  # fmt: skip
+        if self.drafts_with_mtp:
+            # No checkpoint has it.
+            weights[f"{prefix}shared_head.norm.weight"] = torch.full((self.config.hidden_size,), torch.nan)
+        count = self.config.num_hidden_layers
+        super().load_weights(without_mtp(weights, count, drafts=self.drafts_with_mtp))

@@ -62,7 +62,7 @@ class SpecMetadata:
 
 @dataclass
 class Eagle3OneModelSpecMetadata(SpecMetadata):
-    """Features of `layers_to_capture`, counted by the layers whose output is kept."""
+    """Features of `layers_to_capture`, counted by the layers whose output is kept; none are for an MTP layer."""
 
     hidden_states: torch.Tensor | None = None
     layers_to_capture: Any = None
@@ -76,6 +76,10 @@ class Eagle3OneModelSpecMetadata(SpecMetadata):
     retrieve_next_sibling: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.batch_indices_cuda = torch.zeros(self.max_num_requests, dtype=torch.int32, device=device())
+        if self.spec_dec_mode.is_mtp_eagle_one_model():
+            self.layers_to_capture = ()
+            return
         if self.layers_to_capture is None:
             if self.num_layers <= 5:
                 raise ValueError("too few layers for EAGLE3's usual ones")
@@ -85,7 +89,6 @@ class Eagle3OneModelSpecMetadata(SpecMetadata):
         self.hidden_states = torch.full(
             (self.max_num_tokens, width), float("nan"), dtype=self.dtype, device=device()
         )
-        self.batch_indices_cuda = torch.zeros(self.max_num_requests, dtype=torch.int32, device=device())
 
     def is_layer_capture(self, layer_id: int) -> bool:
         return layer_id in self.layers_to_capture

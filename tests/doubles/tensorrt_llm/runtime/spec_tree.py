@@ -117,3 +117,29 @@ class Eagle3OneModelDynamicTreeResourceManager(BaseResourceManager):
 
     def get_needed_resource_to_completion(self, request: Any) -> int:
         return 0
+
+
+class MTPEagleDynamicTreeResourceManager(Eagle3OneModelDynamicTreeResourceManager):
+    """The tree manager, and slots of hidden states, which requests take and give back."""
+
+    def __init__(self, config, dtype, hidden_size, max_num_requests, sa_manager=None):
+        super().__init__(config, max_num_requests)
+        self.sa_manager = sa_manager
+        self.mtp_past_hidden_states_pool = torch.zeros(
+            max_num_requests, 1, hidden_size, dtype=dtype, device=device()
+        )
+        # One more, for the dummy.
+        self._free, self._slots = list(range(max_num_requests + 1))[::-1], {}
+
+    def prepare_resources(self, scheduled_batch: Any) -> None:
+        first = [one for one in scheduled_batch.context_requests if one.is_first_context_chunk]
+        self.add_dummy_requests([request.py_request_id for request in first])
+
+    def add_dummy_requests(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            assert request_id not in self._slots
+            self._slots[request_id] = self._free.pop()
+
+    def free_resources(self, request: Any) -> None:
+        super().free_resources(request)
+        self._free.append(self._slots.pop(request.py_request_id))

@@ -78,7 +78,7 @@ if NEW:
                 raise TypeError(f"{cls.__name__} must implement _forward_impl and leave forward alone")
 
         def set_draft_model(self, draft_model: Any) -> None:
-            self._d2t = getattr(draft_model.model, "d2t", None)
+            self._d2t = getattr(getattr(draft_model, "model", None), "d2t", None)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             attn_metadata = kwargs.get("attn_metadata")
@@ -245,5 +245,10 @@ def get_spec_worker(
 ) -> Any:
     """The built-in choice."""
     is_tree = getattr(spec_config, "use_dynamic_tree", False) and (spec_config.dynamic_tree_max_topK or 0) > 1
+    if spec_config.spec_dec_mode.is_mtp_eagle_one_model():
+        from .mtp_worker import MTPEagleDynamicTreeWorker, MTPEagleWorker
+
+        mtp_worker = MTPEagleDynamicTreeWorker if is_tree else MTPEagleWorker
+        return mtp_worker(spec_config, model_config, use_separate_draft_kv_cache)
     worker = Eagle3OneModelDynamicTreeWorker if is_tree else Eagle3OneModelWorker
     return worker(spec_config, mapping, model_config, use_separate_draft_kv_cache)

@@ -35,6 +35,20 @@ class Rounds:
         self.accepted.append(accepted.accept_len.tolist())
 
 
+class Windows:
+    """What was drafted for each slot."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[Any]] = {}
+
+    def on_drafted(self, slots: torch.Tensor, candidates: Any) -> None:
+        rows = zip(slots.tolist(), candidates.tokens.tolist(), candidates.parents.tolist(), strict=True)
+        for slot, tokens, parents in rows:
+            self.of.setdefault(slot, []).append((tokens, parents))
+
+    def on_verified(self, slots: torch.Tensor, accepted: Any) -> None: ...
+
+
 def run(executor: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
     """Generate LENGTHS tokens of each prompt; returns the requests."""
     sampling = options.get("sampling") or [None] * len(prompts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.hosts.tensorrt_llm.mtp_runs import glm_dir
 from tests.hosts.tensorrt_llm.tree_runs import MAIN, tree_executor
 from tests.hosts.tensorrt_llm.worker.runs import LENGTHS, PROMPTS, TOKENS, Pair, run
 from trtllm_tree.errors import ConfigError, UnsupportedError
@@ -79,9 +81,13 @@ def test_slots_of_other_requests_keep_their_windows(new_layout: None, pair: Pair
     assert not torch.equal(parents[slot], kept)
 
 
-def test_every_decode_step_finds_all_of_its_buffers_where_the_first_did(new_layout: None, pair: Pair) -> None:
+@pytest.mark.parametrize("drafter", ["head", "mtp"])
+def test_every_decode_step_finds_all_of_its_buffers_where_the_first_did(
+    new_layout: None, pair: Pair, tmp_path: Path, drafter: str
+) -> None:
     """What a captured call reads and returns lies where it lay when it was captured, before there was any tree."""
-    executor = tree_executor(*pair, max_batch_size=2, graph_batch_sizes=[2])
+    target, head = pair if drafter == "head" else (glm_dir(tmp_path), None)
+    executor = tree_executor(target, head, max_batch_size=2, graph_batch_sizes=[2])
     worker, seen = executor.model.spec_worker, []
     inner = worker.forward
 
@@ -188,4 +194,4 @@ def test_what_cannot_be_honoured_is_refused_by_name(new_layout: None, pair: Pair
     monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "3")
     worker.force_num_accepted_tokens = 3.0
     with pytest.raises(ConfigError, match="TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS = '3'"):
-        worker.prepare_rounds(None, None)
+        worker.prepare_rounds(worker._make_head, None)

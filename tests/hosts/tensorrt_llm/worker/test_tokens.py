@@ -17,7 +17,7 @@ from tests.hosts.tensorrt_llm.tree_runs import (
     tree_double,
     tree_executor,
 )
-from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, TOKENS, Pair, Rounds, run
+from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, TOKENS, Pair, Rounds, Windows, run
 from trtllm_tree import LLM, SamplingParams
 from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.demo import resolve_head, resolve_target
@@ -82,19 +82,6 @@ def test_a_request_is_drafted_for_alike_alone_and_beside_prompts_that_arrive(
     new_layout: None, pair: Pair
 ) -> None:
     """Its rows lie behind the prompts' then; every window that it gets is the same."""
-
-    class Windows:
-        """What was drafted for each slot."""
-
-        def __init__(self) -> None:
-            self.of: dict[int, list[Any]] = {}
-
-        def on_drafted(self, slots: torch.Tensor, candidates: Any) -> None:
-            rows = zip(slots.tolist(), candidates.tokens.tolist(), candidates.parents.tolist(), strict=True)
-            for slot, tokens, parents in rows:
-                self.of.setdefault(slot, []).append((tokens, parents))
-
-        def on_verified(self, slots: torch.Tensor, accepted: Any) -> None: ...
 
     executor = tree_executor(*pair, max_batch_size=3)
     alone, windows = [], Windows()
