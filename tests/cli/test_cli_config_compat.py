@@ -63,6 +63,7 @@ def test_the_demo_is_ok_and_the_table_says_what_was_resolved(capsys: pytest.Capt
     assert (code, err) == (0, [])
     rows = table_rows(out)
     assert rows["result"] == "OK" and rows["host"] == "embedded" and rows["speculation"] == "draft tree"
+    assert out.splitlines()[-1].endswith("OK for host embedded"), "the verdict is not the last line"
     sizes = (rows["tree_topk (K)"], rows["num_steps (S)"], rows["num_nodes (N)"])
     assert sizes == ("4", "5", "32")
     assert (rows["mask_words"], rows["lane_window"], rows["num_entries"]) == ("1", "16", "68")
@@ -234,6 +235,7 @@ def test_each_host_has_its_own_rules(capsys: pytest.CaptureFixture[str], tmp_pat
     assert check(capsys, path, "--model", target, "--host", "embedded")[0] == 0
     code, out, err = check(capsys, path, "--model", target, "--host", "tensorrt_llm")
     assert code == 1 and table_rows(out)["result"] == "1 problem"
+    assert "OK" not in out.splitlines()[-1]
     assert len(err) == 1 and "Set max_total_draft_tokens to 20" in err[0]
     # Limits that the file leaves open are not the embedded host's there.
     assert "max_batch_size" not in out

@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         print_probe_table(installed)
     if problems:
         raise ConfigError(problems)
+    # The tables are long; errors come last as well.
+    print(f"{args.config}: OK for host {host}")
     return 0
 
 
