@@ -249,9 +249,8 @@ def _not_params(value: Any) -> Problem:
 def _with_head(config: RunConfig) -> SpeculativeConfig | None:
     """The demo brings its own head."""
     spec = config.speculative
-    if spec is None or spec.speculative_model is not None or config.engine.model != "demo":
-        return spec
-    if spec.decoding_type == "MTP":
+    is_demo = config.engine.model == "demo"
+    if spec is None or spec.speculative_model is not None or spec.decoding_type == "MTP" or not is_demo:
         return spec
     nodes = None if spec.is_default_nodes else spec.num_nodes
     return replace(spec, speculative_model="demo", num_nodes=nodes)  # type: ignore[arg-type]

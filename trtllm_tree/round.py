@@ -144,7 +144,7 @@ class SpecRound:
         """Draft the first window of requests whose prefill ended.
 
         Args:
-            last_hidden: [B, H], the head's output at the prompt's last position.
+            last_hidden: [B, H], the draft model's output at the prompt's last position.
             first_tokens: int32 [B], the token that prefill predicted.
             frontier: int32 [B], prompt lengths.
         """

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.hosts.tensorrt_llm.tree_runs import tree_double
+from tests.mtp_models import tiny_mtp_dir
 from trtllm_tree.cli.main import main
 from trtllm_tree.hosts.tensorrt_llm import plugin
 
@@ -217,3 +218,12 @@ def test_a_version_without_what_a_tree_needs_is_refused_together(
     monkeypatch.delattr(import_module("tensorrt_llm.commands.serve"), "main")
     code, _, err = serve(capsys, str(tiny_target), "--config", config(tmp_path, tiny_head))
     assert code == 1 and "FMHA_LIBS" in err and "tensorrt_llm.commands.serve.main" in err
+
+
+def test_a_tree_from_an_mtp_layer_needs_more_of_a_version(
+    double: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target = tiny_mtp_dir(tmp_path, "glm4_moe", head_dim=64)
+    monkeypatch.delattr(import_module("tensorrt_llm._torch.distributed.ops"), "allgather")
+    code, _, err = serve(capsys, str(target), "--config", str(CONFIGS / "tree_mtp.yaml"))
+    assert code == 1 and "allgather" in err

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trtllm_tree.config import RunConfig, SpeculativeConfig, host_problems
 from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.host_rules import HOSTS
 from trtllm_tree.errors import ConfigError
 
 TOPK, STEPS, NODES = st.integers(-2, 20), st.integers(-2, 14), st.integers(-3, 300)
@@ -225,6 +226,7 @@ def test_a_tree_is_never_read_as_a_chain() -> None:
 def test_another_decoding_type_is_refused_with_the_known_ones(value: object) -> None:
     (message,) = trtllm_errors(decoding_type=value)
     assert f"speculative_config.decoding_type = {value!r}" in message and "Eagle3 and MTP" in message
+    assert message.endswith("Set decoding_type to MTP." if value == "mtp" else "Set decoding_type to Eagle3.")
 
 
 def test_mtp_layers_need_no_head_and_have_keys_of_their_own() -> None:
@@ -242,6 +244,13 @@ def test_mtp_layers_need_no_head_and_have_keys_of_their_own() -> None:
     for tree in (config, config.as_chain()):
         run = RunConfig(engine=EngineConfig(model="m"), speculative=replace(tree, host_options={}))
         assert host_problems(run, "embedded") == host_problems(run, "tensorrt_llm") == []
+    # A head would not be used; TensorRT-LLM's own chain is its own business.
+    for tree, hosts in ((config, HOSTS), (config.as_chain(), ("embedded",))):
+        named = replace(tree, host_options={}, speculative_model="head")
+        run = RunConfig(engine=EngineConfig(model="m"), speculative=named)
+        blamed = [host for host in HOSTS if host_problems(run, host)]  # type: ignore[arg-type]
+        assert blamed == list(hosts)
+        assert host_problems(run, "embedded")[0].option == "speculative_config.speculative_model"
     # Relaxed acceptance is TensorRT-LLM's.
     run = RunConfig(
         engine=EngineConfig(model="m"), speculative=replace(config, host_options={"relaxed_topk": 3})

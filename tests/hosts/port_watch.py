@@ -64,7 +64,9 @@ class PortWatch:
         out = self._model.lane_rows(step, token_ids, hidden, lanes, batch)
         self._check_rows(out, token_ids.shape)
         positions = lanes.positions(step, len(token_ids))
-        self.drafts.append((f"lanes {step}", token_ids.tolist(), positions.tolist(), out.to("cpu", copy=True)))
+        self.drafts.append(
+            (f"lanes {step}", token_ids.tolist(), positions.tolist(), out.to("cpu", copy=True))
+        )
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

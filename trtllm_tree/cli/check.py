@@ -120,12 +120,11 @@ def _nothing_asked(path: str, config: RunConfig) -> list[Problem]:
 def _probed(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
     """What the installed TensorRT-LLM offers, and what `config` needs that it does not."""
     from trtllm_tree.cli.probe_table import probe_data, quiet_probe
+    from trtllm_tree.hosts.tensorrt_llm.symbols import TREE_FEATURES
 
     report = quiet_probe()
     spec = config.speculative
-    needed = () if spec is None else ("trees",) if spec.is_tree else ("chain",)
-    if spec is not None and spec.is_tree and spec.decoding_type == "MTP":
-        needed = ("mtp",)
+    needed = () if spec is None else (TREE_FEATURES[spec.decoding_type] if spec.is_tree else "chain",)
     problems = report.problems(*needed) if report.version is not None and needed else []
     return probe_data(report), problems
 

@@ -112,11 +112,13 @@ def _serve(config: RunConfig, arguments: list[str]) -> int:
     from trtllm_tree.hosts.tensorrt_llm import plugin
     from trtllm_tree.hosts.tensorrt_llm.llm import run_environment
     from trtllm_tree.hosts.tensorrt_llm.probe import probe
+    from trtllm_tree.hosts.tensorrt_llm.symbols import TREE_FEATURES
 
-    is_tree = config.speculative is not None and config.speculative.is_tree
+    spec = config.speculative
+    is_tree = spec is not None and spec.is_tree
     # Ranks get them from here, whatever the file says.
     os.environ.update(run_environment(config))
-    probe().require("serve", *(["trees"] if is_tree else []))
+    probe().require("serve", *([TREE_FEATURES[spec.decoding_type]] if spec and is_tree else []))
     if is_tree:
         plugin.register(required=True)
     command: Any = importlib.import_module("tensorrt_llm.commands.serve").main

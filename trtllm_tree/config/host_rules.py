@@ -75,8 +75,9 @@ def host_problems(config: RunConfig, host: Host) -> list[Problem]:
     options = dict(_set_options(config))
     problems = _head_missing(config)
     tree = config.speculative if config.speculative is not None and config.speculative.is_tree else None
-    if host == "embedded":
+    if host == "embedded" or tree is not None:
         problems += _head_not_used(config.speculative)
+    if host == "embedded":
         problems += [
             _embedded_refusal(option, *pair)
             for option, pair in options.items()

@@ -184,7 +184,8 @@ def _decoding_type_problems(option: str, value: object) -> list[Problem]:
         return []
     known = f" ({value} is one of TensorRT-LLM's, not drafted here)" if value in DECODING_TYPES else ""
     rule = f"the known values are {' and '.join(DRAFTERS)}{known}"
-    return [Problem(option, value, rule, "Set decoding_type to Eagle3.")]
+    meant = "MTP" if isinstance(value, str) and value.upper() == "MTP" else "Eagle3"
+    return [Problem(option, value, rule, f"Set decoding_type to {meant}.")]
 
 
 def _field_problems(host_options: Mapping[str, object]) -> list[Problem]:

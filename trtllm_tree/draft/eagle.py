@@ -1,6 +1,6 @@
 """The EAGLE drafter: step 0 is the chain's; behind it either chain steps or K-lane tree steps.
 
-After a verify step the drafter runs its head over the accepted rows (step 0), takes the last accepted row, and
+After a verify step the drafter runs its layer over the accepted rows (step 0), takes the last accepted row, and
 drafts from there. With a tree it scores the K best children of every lane and lets `DraftTree` record and
 select; with a chain it follows the best child. `_score_candidates` is the one place that decides how
 candidates are scored. (EAGLE-3, arXiv 2503.01840; seed "Draft lanes", "The drafter scores, the tree selects".)
@@ -40,7 +40,7 @@ class Eagle:
         model: the host's draft model.
         config: K, S, N. `topk` 1 builds no tree state.
         max_batch: rows of every buffer.
-        vocab_size: rows of the draft head's output.
+        vocab_size: columns of the draft model's logits.
         device: where the buffers live.
     """
 
@@ -134,7 +134,7 @@ class Eagle:
         """Draft where no window was verified: behind a prefill.
 
         Args:
-            last_hidden: [B, H], the head's output at the last row.
+            last_hidden: [B, H], the draft model's output at the last row.
             root: int32 [B], the token of the next root.
             frontier: int32 [B], accepted keys in the draft cache.
             future: as for `draft`.

@@ -89,6 +89,9 @@ def test_mtp_layers_are_a_subclass_of_their_own(llm_args: Any) -> None:
     assert llm_args.TorchLlmArgs(model="m", speculative_config=made).speculative_config is made
     chain = trtllm_tree.SpeculativeConfig(decoding_type="MTP", tree_topk=1, num_steps=2)
     assert type(chain) is llm_args.MTPDecodingConfig
+    # Versions that have the second field go by it alone.
+    assert chain.max_draft_len == chain.num_nextn_predict_layers == 2
+    assert made.max_draft_len == made.num_nextn_predict_layers == 2
 
 
 def test_its_options_arrive_and_come_back(llm_args: Any) -> None:

@@ -225,6 +225,20 @@ def test_what_mtp_layers_need_is_missed_by_their_trees_alone(
     assert "fill_all_slot_ids" in str(caught.value) and name not in str(caught.value)
 
 
+def test_a_tree_needs_the_mtp_layer_of_its_own_architecture_only(
+    double: str, mtp_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = (mtp_target, mtp_target)
+    with monkeypatch.context() as patch:
+        patch.delattr(
+            importlib.import_module("tensorrt_llm._torch.models.modeling_nemotron_h"), "NemotronHMTP"
+        )
+        importlib.import_module(MODELS).TreeGlm4MoeForCausalLM(model_config(target, mtp_config()))
+    monkeypatch.delattr(importlib.import_module("tensorrt_llm._torch.models.modeling_glm"), "Glm4MTP")
+    with pytest.raises(UnsupportedError, match=r"Glm4MTP.forward is missing|Glm4MTP is missing"):
+        importlib.import_module(MODELS).TreeGlm4MoeForCausalLM(model_config(target, mtp_config()))
+
+
 def test_an_mtp_chain_is_the_built_in_ones(double: str, mtp_target: Path) -> None:
     chain = {"max_total_draft_tokens": None, "use_dynamic_tree": False, "dynamic_tree_max_topK": None}
     model = importlib.import_module(MODELS).TreeGlm4MoeForCausalLM(

@@ -21,6 +21,8 @@ _LLM_ARGS: Any = importlib.import_module("tensorrt_llm.llmapi.llm_args")
 _NO_TREES = "the installed TensorRT-LLM has no dynamic trees for this decoding_type"
 # What we write; an older TensorRT-LLM may lack some.
 _OLD_HEAD_KEY = "speculative_model_dir"
+# Where it is there, it is what counts, and max_draft_len is overwritten.
+_OLD_MTP_LENGTH = "num_nextn_predict_layers"
 _TREE_KEYS = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
 
 
@@ -104,6 +106,8 @@ def host_config(config: SpeculativeConfig) -> Any:
     del keys["decoding_type"]
     if _OLD_HEAD_KEY in fields and "speculative_model" not in fields and "speculative_model" in keys:
         keys[_OLD_HEAD_KEY] = keys.pop("speculative_model")
+    if _OLD_MTP_LENGTH in fields:
+        keys[_OLD_MTP_LENGTH] = config.num_steps
     try:
         return (tree_class if config.is_tree else plain_class)(**keys)
     # Of pydantic, which says what it refuses.

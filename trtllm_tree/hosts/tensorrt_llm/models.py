@@ -120,9 +120,13 @@ def _require_trees(model_config: Any, model: type) -> ProbeReport:
     report = probe()
     spec_config = model_config.spec_config
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    own = f"model:{model.__name__.removeprefix('Tree')}"
-    needed = TREE_FEATURES.get(spec_config.decoding_type, "trees")
-    problems = report.problems(needed, *(feature.id for feature in FEATURES if feature.id == own))
+    architecture, needed = (
+        model.__name__.removeprefix("Tree"),
+        TREE_FEATURES.get(spec_config.decoding_type, "trees"),
+    )
+    # Its own layers' symbols, of a model whose symbols are known.
+    own = (f"model:{architecture}", f"{needed}:{architecture}")
+    problems = report.problems(needed, *(feature.id for feature in FEATURES if feature.id in own))
     problems += refusals(model_config, spec_config, model_config.mapping, capability=capability)
     if problems:
         raise UnsupportedError(problems)

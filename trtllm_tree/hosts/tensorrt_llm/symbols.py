@@ -72,8 +72,10 @@ _ARCHITECTURES = {
 }
 # What an architecture needs besides trees.
 _LAYERS = {"DeepseekV3ForCausalLM": "mla", "NemotronHForCausalLM": "hybrid"}
+# Those whose MTP layer drafts.
+_MTP_OWNERS = ("Glm4MoeForCausalLM", "NemotronHForCausalLM")
 
-# What a tree needs, by TensorRT-LLM's decoding_type.
+# The feature that a tree needs, by TensorRT-LLM's decoding_type.
 TREE_FEATURES = {"Eagle3": "trees", "MTP": "mtp"}
 
 FEATURES = (
@@ -95,6 +97,7 @@ FEATURES = (
         Feature(f"model:{name}", f"draft trees on {name}", (_LAYERS.get(name, "trees"),))
         for name in _ARCHITECTURES
     ),
+    *(Feature(f"mtp:{name}", f"draft trees from the MTP layer of {name}", ("mtp",)) for name in _MTP_OWNERS),
 )
 
 _ROOT = "tensorrt_llm"
@@ -220,9 +223,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("mtp", "fields", _INTERFACE, "SpecMetadata", "", ("runtime_draft_len",), purpose="what is verified"),
     Symbol("mtp", "value", (f"{_MODELS}.modeling_speculative",), "MTPForCausalLM",
            purpose="the layer, and the target's scores and embeddings"),
-    Symbol("mtp", "call", (f"{_MODELS}.modeling_glm",), "Glm4MTP", "forward", _MTP_CALL, purpose="a draft forward"),
-    Symbol("mtp", "call", (f"{_MODELS}.modeling_nemotron_h",), "NemotronHMTP", "forward", _MTP_CALL,
+    Symbol("mtp:Glm4MoeForCausalLM", "call", (f"{_MODELS}.modeling_glm",), "Glm4MTP", "forward", _MTP_CALL,
            purpose="a draft forward"),
+    Symbol("mtp:NemotronHForCausalLM", "call", (f"{_MODELS}.modeling_nemotron_h",), "NemotronHMTP", "forward",
+           _MTP_CALL, purpose="a draft forward"),
     Symbol("mtp", "call", (f"{_MODELS}.modeling_deepseekv3",), "DeepseekV3MTPHead", "forward",
            ("lm_head", "attn_metadata", "return_context_logits"), positional=1, purpose="scores of draft rows"),
     Symbol("mtp", "call", (f"{_TORCH}.distributed.ops",), "allgather", "", ("mapping", "dim"), positional=1,

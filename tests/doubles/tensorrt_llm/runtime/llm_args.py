@@ -132,7 +132,8 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     @model_validator(mode="after")
     def _validated(self) -> MTPDecodingConfig:
-        if self.max_draft_len is None:
+        # As versions do that have this field; later ones have max_draft_len alone.
+        if self.max_draft_len is None or "num_nextn_predict_layers" in self.model_fields_set:
             self.max_draft_len = self.num_nextn_predict_layers
         _tree_bounds(self)
         return self
