@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.mtp_models import MTP_KINDS, tiny_mtp_dir
+from tests.mtp_models import MTP_KINDS, set_config, tiny_mtp_dir
 from trtllm_tree.cli.main import main
 from trtllm_tree.config.host_rules import TREE_ENVIRONMENT, VERIFY_VARIABLE
 
@@ -71,6 +72,46 @@ def test_check_plans_the_lanes_over_the_targets_own_cache(
         ("lanes", "supported"),
     ]
     assert tree["models"]["draft"] == tree["models"]["target"]
+
+
+@pytest.mark.parametrize("host", ["embedded", "tensorrt_llm"])
+def test_check_blocks_the_line_of_mtp_by_weights_that_are_missing_or_misshapen(
+    model: str, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    path = Path(model) / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.3.hnorm.weight"]
+    weights["model.layers.3.eh_proj.weight"] = weights["model.layers.3.eh_proj.weight"][:1].clone()
+    save_file(weights, path, metadata={"format": "pt"})
+    report = _checked(model, capsys, host)
+    options = [problem["option"] for problem in report["problems"]]
+    assert options == ["model: MTP layer", "model: model.layers.3.eh_proj.weight"]
+    assert _blocked(report) == ["mtp"]
+    chain = {"model": model, "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3}}
+    config = Path(model) / "chain.yaml"
+    config.write_text(json.dumps(chain), encoding="utf-8")
+    # TensorRT-LLM's own.
+    assert main(["check", str(config), "--host", host, "--json"]) == (1 if host == "embedded" else 0)
+
+
+def test_check_blocks_the_line_of_mtp_by_quantised_weights_on_the_embedded_host_alone(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_config(Path(model), quantization_config={"quant_method": "fp8"})
+    report = _checked(model, capsys, "embedded")
+    assert [problem["option"] for problem in report["problems"]] == ["model: quantization_config"]
+    assert _blocked(report) == ["mtp"]
+    assert _checked(model, capsys, "tensorrt_llm")["problems"] == []
+
+
+def _checked(model: str, capsys: pytest.CaptureFixture[str], host: str) -> dict[str, Any]:
+    capsys.readouterr()
+    main(["check", CONFIG, "--model", model, "--host", host, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def _blocked(report: dict[str, Any]) -> list[str]:
+    return [line["id"] for line in report["tree_support"]["scope"] if line["verdict"] == "blocked"]
 
 
 def test_check_without_a_model_asks_for_the_models_config_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from tests.hosts.embedded_engine import Build, Sizes, Truths, greedy, prompts_of
-from tests.mtp_models import NUM_LAYERS, tiny_mtp_dir
+from tests.mtp_models import NUM_LAYERS, drop_tensors, tiny_mtp_dir
 from tests.oracles.known_continuation import RoundLog
 from tests.oracles.mtp_loop import SlowMtp
 from trtllm_tree.attention.leaves.triton import TritonLeaf
+from trtllm_tree.config.engine import EngineConfig
+from trtllm_tree.config.speculative import SpeculativeConfig
 from trtllm_tree.engine.model_runner import ModelRunner
-from trtllm_tree.hosts.embedded import attention
+from trtllm_tree.errors import ConfigError
+from trtllm_tree.hosts.embedded import attention, host
 from trtllm_tree.hosts.embedded.mtp_layer import MtpSide
 
 CHAIN: Sizes = (1, 3, 4)
@@ -146,6 +150,45 @@ def test_a_step_is_replayed_only_if_the_layers_experts_can_be(
     monkeypatch.setattr(draft_model, "_decode_attention", _Safe())
     monkeypatch.setattr(draft_model, "_side", side)
     assert draft_model.graph_safe == expected
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_experts_that_keep_a_step_from_being_captured_are_named(
+    mtp_kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dense: bool,
+) -> None:
+    """Those of the target, or of the MTP layer alone."""
+    resolve = host.resolve_config
+    monkeypatch.setattr(
+        host, "resolve_config", lambda *args, **kwargs: replace(resolve(*args, **kwargs), cuda_graphs=True)
+    )
+    monkeypatch.setattr("trtllm_tree.engine.engine.DecodeGraphs", lambda step, *args, **kwargs: step)
+    target_dir = tiny_mtp_dir(tmp_path, mtp_kind, first_k_dense_replace=NUM_LAYERS if dense else 1)
+    name = {"glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}[mtp_kind]
+    spec = SpeculativeConfig(decoding_type="MTP", tree_topk=2, num_steps=2)
+    for dtype, warned in (("float32", True), ("bfloat16", False)):
+        caplog.clear()
+        config = EngineConfig(model=str(target_dir), device="cpu", dtype=dtype, max_seq_len=64)
+        host.build_host(config, spec, target_dir=target_dir, head_dir=None)
+        said = [record.getMessage() for record in caplog.records if record.name == host.__name__]
+        owner = f"the MTP layer of {name}" if dense else name
+        start = f"cuda_graphs: the experts of {owner} in float32 wait for the device"
+        assert [text.startswith(start) for text in said] == [True] * warned
+
+
+def test_weights_that_transformers_does_not_take_are_one_problem(tmp_path: Path, mtp_kind: str) -> None:
+    """The headers are searched before; this is what they did not show."""
+    target_dir = tiny_mtp_dir(tmp_path, mtp_kind)
+    drop_tensors(target_dir, "layers.3.mlp.experts.5.up_proj.weight")
+    runner = ModelRunner(target_dir, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ConfigError) as caught:
+        MtpSide(runner)
+    (problem,) = caught.value.problems
+    assert (problem.option, problem.value) == ("model: MTP layer", str(target_dir))
+    assert problem.rule.startswith("the MTP layer cannot be loaded (") and "\n" not in problem.rule
 
 
 class _Safe:

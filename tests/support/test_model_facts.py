@@ -85,6 +85,20 @@ def test_quantised_weights_are_named() -> None:
     assert model_facts({}).quantization is None
 
 
+@pytest.mark.parametrize("name", ["Glm4MoeConfig", "DeepseekV3Config", "NemotronHConfig", "LlamaConfig"])
+def test_mtp_layers_that_are_not_written_are_counted_as_transformers_counts_them(name: str) -> None:
+    config = getattr(transformers, name)()
+    written = json.loads(config.to_json_string())
+    counted = model_facts(written).num_mtp_layers
+    bare = {"model_type": config.model_type}
+    assert model_facts(bare).num_mtp_layers == counted
+    assert counted == (1 if name in ("Glm4MoeConfig", "DeepseekV3Config") else 0)
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        for value in (None, 0):
+            assert model_facts(bare | {key: value}).num_mtp_layers == 0
+        assert model_facts(bare | {key: 2}).num_mtp_layers == 2
+
+
 def test_a_directory_without_a_readable_config_has_no_facts(tmp_path: Path) -> None:
     assert read_model_facts(tmp_path) is None
     (tmp_path / "config.json").write_text("[1]")

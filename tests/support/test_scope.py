@@ -182,6 +182,14 @@ def test_a_verify_mode_that_contradicts_the_config_is_blocked_by_the_line_of_rej
     assert blocked == ["rejection"] and "use_rejection_sampling" in problems[0].rule
 
 
+def test_latent_drafts_are_refused_on_tensorrt_llm_for_heads_and_for_mtp_layers() -> None:
+    answer = LINES["mla_draft"].tensorrt_llm
+    assert isinstance(answer, Refused)
+    assert (
+        "EAGLE3 head has grouped heads" in answer.reason and "stores a drafter's latent rows" in answer.reason
+    )
+
+
 def test_every_key_that_a_tree_does_not_go_with_is_a_line() -> None:
     for key in TREE_REFUSALS:
         owners = [line.id for line in SCOPE if line.owns(Problem(key, 1, "", ""))]

@@ -189,15 +189,18 @@ def planned_run(config: RunConfig, host: Host) -> PlannedRun:
 
 
 def _drafter_problems(config: RunConfig, target: Path | None, host: Host) -> list[Problem]:
-    """What is wrong with a draft head, or where it is ours to read with the weights of the target's MTP layer."""
+    """What is wrong with a draft head, or with the weights of the target's MTP layer where drafting is ours."""
     from trtllm_tree.support.head import head_problems, head_problems_for
     from trtllm_tree.support.model_facts import read_model_facts
     from trtllm_tree.support.mtp_weights import mtp_weight_problems
 
     spec = config.speculative
     if spec is not None and spec.decoding_type == "MTP":
-        facts = read_model_facts(target) if target is not None and host == "embedded" else None
-        return mtp_weight_problems(target, facts) if target is not None and facts is not None else []
+        facts = read_model_facts(target) if target is not None else None
+        is_ours = host == "embedded" or spec.is_tree
+        if target is None or facts is None or not is_ours:
+            return []
+        return mtp_weight_problems(target, facts, host)
     head_dir = None if spec is None else _head_dir(spec.speculative_model, host)
     if head_dir is None:
         return []

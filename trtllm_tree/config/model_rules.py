@@ -13,9 +13,10 @@ SINK_MODELS = ("gpt_oss",)
 SLIDE_BY_MASK = ("blt", "doge", "phimoe", "qwen2_moe")
 # Models whose latent attention (MLA) is run; others share names of options, not the arithmetic.
 LATENT_MODELS = ("deepseek_v3",)
-# Models whose MTP layer is drafted with, by host. DeepSeek's is latent: TensorRT-LLM stores a drafter's latent rows
-# itself, also where no page is allocated to them.
+# Models whose MTP layer is drafted with, by host. DeepSeek's is latent: see LATENT_DRAFT_RULE.
 MTP_MODELS = {"embedded": ("deepseek_v3", "glm4_moe"), "tensorrt_llm": ("glm4_moe", "nemotron_h")}
+# MTP layers of models whose config.json does not count them, as transformers' configs do.
+DEFAULT_MTP_LAYERS = {"deepseek_v3": 1, "glm4_moe": 1}
 # Models whose recurrent layers are Mamba2's.
 MAMBA2_MODELS = ("nemotron_h",)
 # Options whose other values change scores or logits in ways that are not computed.
@@ -36,8 +37,11 @@ LATENT_RULE = (
     "of the models with latent attention (kv_lora_rank) the embedded engine runs "
     f"{' and '.join(LATENT_MODELS)} only"
 )
-NO_MTP_RULE = "the checkpoint has no MTP layer to draft with"
+NO_MTP_RULE = "the target has no MTP layer to draft with: config.json counts none (num_nextn_predict_layers)"
 MULTI_DEPTH_RULE = "must be 1: one layer is run again for every step, and multi-depth MTP has a layer a step"
+LATENT_DRAFT_RULE = (
+    "TensorRT-LLM stores a drafter's latent rows itself, also where no page is allocated to them"
+)
 QUANTISED_LATENT_RULE = (
     "latent attention multiplies with kv_b_proj's weights themselves, so they must not be quantised"
 )

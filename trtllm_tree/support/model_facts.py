@@ -1,7 +1,8 @@
 """What a model's config.json says about its attention layers, as far as tree support depends on it.
 
 Reads transformers' and DeepSeek's keys of the text part of a config. Must not know torch or transformers, so what
-transformers would derive from a class's defaults is derived here only for keys that config.json spells out.
+transformers would derive from a class's defaults is derived here only for keys that config.json spells out, and for
+the number of MTP layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_tree.config.model_rules import FULL, NEUTRAL_OPTIONS, RECURRENT, SINK_MODELS, SLIDING
+from trtllm_tree.config.model_rules import (
+    DEFAULT_MTP_LAYERS,
+    FULL,
+    NEUTRAL_OPTIONS,
+    RECURRENT,
+    SINK_MODELS,
+    SLIDING,
+)
 
 # Names of layer kinds in configs that were written before transformers had one set of names.
 _OLD_KINDS = {"attention": FULL, "global": FULL, "local": SLIDING, "sliding": SLIDING}
@@ -20,6 +28,7 @@ _RECURRENT_KINDS = ("mamba", "mamba2", "recurrent", "gated_deltanet", "ssm")
 # Layers that hold no attention and no state.
 _STATELESS_KINDS = ("moe", "mlp", "sparse", "dense")
 _RECURRENT_KEYS = ("linear_num_value_heads", "mamba_num_heads", "mamba_d_state", "ssm_state_size", "ssm_cfg")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _HISTORY_WORDS = ("engram", "ngram")
 
 
@@ -116,12 +125,18 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
                 key for key, value in text.items() if value and any(word in key for word in _HISTORY_WORDS)
             )
         ),
-        num_mtp_layers=_size(text.get("num_nextn_predict_layers")) or _size(text.get("num_mtp_layers")) or 0,
+        num_mtp_layers=_num_mtp_layers(text),
         has_sectioned_rope=any(
             isinstance(text.get(key), Mapping) and bool(text[key].get("mrope_section"))
             for key in ("rope_scaling", "rope_parameters")
         ),
     )
+
+
+def _num_mtp_layers(text: Mapping[str, Any]) -> int:
+    """A key that is null counts none; one that is not there, what transformers' class counts."""
+    written = [_size(text[key]) or 0 for key in _MTP_KEYS if key in text]
+    return max(written) if written else DEFAULT_MTP_LAYERS.get(str(text.get("model_type")), 0)
 
 
 def _layer_kinds(text: Mapping[str, Any]) -> tuple[str, ...]:

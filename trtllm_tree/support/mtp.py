@@ -9,6 +9,9 @@ from trtllm_tree.support.model_facts import ModelFacts
 
 _DRAFTER, _COUNT = ("speculative_config.decoding_type", "MTP"), "model: num_nextn_predict_layers"
 _REMEDY = "Set decoding_type to Eagle3 and name a head, or use another model."
+_COUNT_REMEDY = (
+    "Set num_nextn_predict_layers to 1 if the checkpoint has the layer, or decoding_type to Eagle3."
+)
 
 
 def mtp_problems(target: ModelFacts, host: Host) -> list[Problem]:
@@ -18,7 +21,8 @@ def mtp_problems(target: ModelFacts, host: Host) -> list[Problem]:
     """
     count = target.num_mtp_layers
     if not count:
-        return [Problem(*_DRAFTER, NO_MTP_RULE, _REMEDY)]
+        remedy = _COUNT_REMEDY if target.model_type in MTP_MODELS[host] else _REMEDY
+        return [Problem(*_DRAFTER, NO_MTP_RULE, remedy)]
     problems = []
     if count > 1:
         problems.append(Problem(_COUNT, count, MULTI_DEPTH_RULE, _REMEDY))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from trtllm_tree.config.engine import KV_CACHE_DTYPE_RULE
 from trtllm_tree.config.host_rules import TREE_REFUSALS, VERIFY_VARIABLE
-from trtllm_tree.config.model_rules import LATENT_MODELS, MTP_MODELS, MULTI_DEPTH_RULE
+from trtllm_tree.config.model_rules import LATENT_DRAFT_RULE, LATENT_MODELS, MTP_MODELS, MULTI_DEPTH_RULE
 from trtllm_tree.support.head import GROUPED_HEADS_RULE, SEES_EVERY_KEY_RULE
 from trtllm_tree.support.kv_scales import UNSCALED_RULE
 from trtllm_tree.support.model_asks import latent, mamba2, other_recurrent, sinks, sliding, token_history
+from trtllm_tree.support.mtp_weights import MTP_LAYER_RULE
 from trtllm_tree.support.scope_line import (
     EVERYWHERE,
     MODEL,
@@ -27,6 +28,7 @@ _DRAFTER = "config/speculative.py, on the options"
 _CACHE = "config/engine.py, on the options"
 _SCALES = "support/kv_scales.py, on the checkpoints' scales"
 _MTP = "support/mtp.py, on the model's config.json"
+_MTP_WEIGHTS = "support/mtp.py, on the model's config.json, and support/mtp_weights.py, on its weights"
 _NOTHING = "by construction"
 
 _DECODING_TYPE = ("speculative_config.decoding_type", "decoding_type")
@@ -44,10 +46,12 @@ SEED_LINES: tuple[ScopeLine, ...] = (
         id="mtp",
         what="MTP drafters, EAGLE-style: the target's one MTP layer, run S times",
         answers=EVERYWHERE,
-        checked=_MTP,
+        checked=_MTP_WEIGHTS,
         options=_DECODING_TYPE,
         values=("MTP",),
-        note="; ".join(f"{host}: {', '.join(models)}" for host, models in MTP_MODELS.items()),
+        rule=MTP_LAYER_RULE,
+        note="; ".join(f"{host}: {', '.join(models)}" for host, models in MTP_MODELS.items())
+        + "; embedded: unquantised checkpoints",
     ),
     ScopeLine(
         id="multi_depth_mtp",
@@ -106,7 +110,7 @@ SEED_LINES: tuple[ScopeLine, ...] = (
     ScopeLine(
         id="mla_draft",
         what="MLA drafts",
-        answers=embedded_only(GROUPED_HEADS_RULE),
+        answers=embedded_only(f"{GROUPED_HEADS_RULE}; {LATENT_DRAFT_RULE}"),
         checked=_HEAD,
         options=("speculative_model: kv_lora_rank",),
         note="embedded: MTP layers; EAGLE3 heads have grouped heads",

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from tests.mtp_models import tiny_mtp_dir
 from trtllm_tree.config.host_rules import TREE_REFUSALS
 from trtllm_tree.errors import Problem, UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm.refusals import guided_decoding_refusal, refusals, runtime_refusals
@@ -162,7 +163,9 @@ def test_a_tree_from_the_targets_mtp_layer_is_not_refused(capability: Any, model
 @pytest.mark.parametrize(
     ("model", "option", "says"),
     [
-        ({"model_type": "glm4_moe"}, "speculative_config.decoding_type", "has no MTP layer"),
+        (GLM | {"num_nextn_predict_layers": 0}, "speculative_config.decoding_type", "has no MTP layer"),
+        (GLM | {"num_nextn_predict_layers": None}, "speculative_config.decoding_type", "counts none"),
+        ({"model_type": "nemotron_h"}, "speculative_config.decoding_type", "has no MTP layer"),
         (GLM | {"num_nextn_predict_layers": 2}, "model: num_nextn_predict_layers", "must be 1"),
         (MLA | {"num_nextn_predict_layers": 1}, "speculative_config.decoding_type", "not of deepseek_v3"),
         (GLM | {"model_type": "qwen3"}, "speculative_config.decoding_type", "not of qwen3"),
@@ -176,19 +179,45 @@ def test_an_mtp_layer_that_no_tree_is_drafted_with_is_refused(
 
 
 def test_the_layer_of_an_mtp_tree_is_judged_as_the_targets(tmp_path: Path) -> None:
-    """Its shape is the target's; a checkpoint that has it alone is no head whose config.json could be wrong."""
+    """Its shape is the target's; of a head beside it nothing is read, as it is not used."""
     apart = Path(checkpoint(tmp_path / "layers"))
     (apart / "config.json").write_text(json.dumps(LLAMA | {"sliding_window": 64}), encoding="utf-8")
-    assert found(model_config(GLM), spec_config(**MTP | {"speculative_model": str(apart)})) == []
+    (problem,) = found(model_config(GLM), spec_config(**MTP | {"speculative_model": str(apart)}))
+    assert problem.option == "speculative_config.speculative_model" and "not with a head" in problem.rule
     many = GLM | {"num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 112}
     problems = found(model_config(many), spec_config(**MTP), capability=SM100)
     assert [problem.option for problem in problems] == ["verify attention backend", "lanes attention backend"]
     wrong = spec_config(**MTP, max_total_draft_tokens=300)
-    problems = found(model_config({"model_type": "glm4_moe"}), wrong)
+    problems = found(model_config({"model_type": "llama"}), wrong)
     assert {problem.option for problem in problems} == {
         "speculative_config.decoding_type",
         "speculative_config.max_total_draft_tokens",
     }
+
+
+def test_a_rank_searches_the_targets_folder_for_its_mtp_layer(tmp_path: Path) -> None:
+    target, layer = tiny_mtp_dir(tmp_path, "glm4_moe"), "model.layers.3"
+    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"head_dim": 128}
+    spec = spec_config(**MTP)
+
+    def of(path: object, **changes: object) -> list[Problem]:
+        return found(model_config(config | changes, path=str(path)), spec)
+
+    assert of(target) == []
+    weights = load_file(target / "model.safetensors")
+    weights[f"{layer}.eh_proj.weight"] = np.zeros((64, 64), np.float32)
+    del weights[f"{layer}.mlp.experts.5.up_proj.weight"]
+    save_file(weights, target / "model.safetensors")
+    missing, wrong = of(target)
+    assert missing.option == "model: MTP layer" and missing.rule.endswith(
+        "lacks mlp.experts.5.up_proj.weight"
+    )
+    assert wrong.option == f"model: {layer}.eh_proj.weight" and "needs shape [64, 128]" in wrong.rule
+    # Folders that it does not know.
+    for path in ("", "owner/name", tmp_path / "nowhere", tmp_path):
+        assert of(path) == []
+    assert of(target, quantization_config={"quant_method": "modelopt"}) == []
+    assert of(target, model_type="nemotron_h") == []
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class ResolvedConfig:
         max_extent: most KV rows of one request.
         kv_dtype: of the K/V pools, target's and draft's.
         num_kv_tokens: KV rows of every cache group.
+        cuda_graphs: decode steps are to be captured, if all of them can be.
     """
 
     target_dir: Path
@@ -49,6 +50,7 @@ class ResolvedConfig:
     window_len: int
     max_extent: int
     num_kv_tokens: int
+    cuda_graphs: bool
 
 
 def resolve_config(
@@ -100,6 +102,7 @@ def resolve_config(
         window_len=window_len,
         max_extent=max_extent,
         num_kv_tokens=num_kv_tokens,
+        cuda_graphs=config.cuda_graphs and device.type == "cuda",
     )
 
 

@@ -89,6 +89,8 @@ def build_host(
     if speculative is not None and speculative.is_tree:
         resolve_tree_support(target.cascade.leaf, draft.cascade.leaf, _sampler_class(speculative))
     runner = ModelRunner(target_dir, dtype=resolved.dtype, device=resolved.device)
+    if resolved.cuda_graphs and not runner.is_capturable:
+        _warn_of_experts(type(runner.model).__name__, runner)
     tokenizer = AutoTokenizer.from_pretrained(target_dir, local_files_only=True)
     options = _slot_options(resolved, runner.config.vocab_size)
     cache = _cache(resolved, layers, None if plan is None else plan.layer)
@@ -99,7 +101,7 @@ def build_host(
         )
     else:
         hook = _speculation(speculative, resolved, plan, runner, cache, target, draft, options)
-    engine = _engine(config, resolved, runner, cache, hook, options, tokenizer)
+    engine = _engine(resolved, runner, cache, hook, options, tokenizer)
     return EmbeddedHost(engine, tokenizer, hook.round if isinstance(hook, SpecDecode) else None)
 
 
@@ -120,7 +122,6 @@ def _slot_options(resolved: ResolvedConfig, vocab_size: int) -> _SlotOptions:
 
 
 def _engine(
-    config: EngineConfig,
     resolved: ResolvedConfig,
     runner: ModelRunner,
     cache: KVCache,
@@ -147,19 +148,17 @@ def _engine(
         max_batch_size=resolved.max_batch_size,
         max_num_tokens=resolved.max_num_tokens,
         max_seq_len=resolved.max_seq_len,
-        cuda_graphs=config.cuda_graphs and resolved.device.type == "cuda" and _is_capturable(runner),
+        cuda_graphs=resolved.cuda_graphs and runner.is_capturable,
     )
 
 
-def _is_capturable(runner: ModelRunner) -> bool:
-    if not runner.is_capturable:
-        _LOGGER.warning(
-            "cuda_graphs: the experts of %s in %s wait for the device, so decode steps run eagerly; "
-            "in bfloat16 they are captured",
-            type(runner.model).__name__,
-            str(runner.dtype).removeprefix("torch."),
-        )
-    return runner.is_capturable
+def _warn_of_experts(owner: str, runner: ModelRunner) -> None:
+    _LOGGER.warning(
+        "cuda_graphs: the experts of %s in %s wait for the device, so decode steps run eagerly; "
+        "in bfloat16 they are captured",
+        owner,
+        str(runner.dtype).removeprefix("torch."),
+    )
 
 
 def _cache(resolved: ResolvedConfig, layers: dict[str, LayerSpec], draft: LayerSpec | None) -> KVCache:
@@ -187,6 +186,8 @@ def _speculation(
 ) -> SpecDecode:
     batch, nodes, device = resolved.max_batch_size, config.num_nodes, resolved.device
     side, features = plan.load(runner, max(resolved.max_num_tokens, batch * nodes))
+    if resolved.cuda_graphs and runner.is_capturable and not side.graph_safe:
+        _warn_of_experts(f"the MTP layer of {type(runner.model).__name__}", runner)
     draft_model = EmbeddedDraftModel(side, cache, draft.cascade, draft.decode, nodes)
     hidden = features[: batch * nodes]
     # One sampler for all: a request at temperature 0 gets the argmax of the same pass.

@@ -18,8 +18,10 @@ from trtllm_tree.engine.layer_options import layer_options
 from trtllm_tree.engine.mla_attention import LatentAttention
 from trtllm_tree.engine.model_runner import ModelRunner, experts_are_capturable
 from trtllm_tree.engine.ports import ForwardBatch
+from trtllm_tree.errors import ConfigError, Problem
 from trtllm_tree.hosts.embedded.draft_model import DraftPlan, DraftSide
 from trtllm_tree.hosts.embedded.kv import DRAFT_GROUP, DRAFT_LAYER
+from trtllm_tree.support.mtp_weights import MTP_LAYER_OPTION, MTP_LAYER_REMEDY, MTP_LAYER_RULE
 
 
 def mtp_plan(config: Any, target_layers: dict[str, LayerSpec]) -> DraftPlan:
@@ -91,7 +93,16 @@ def _load_mtp_model(target: Any) -> MtpModel:
 
     Its weights are looked for by the patterns that the target ignored when it was loaded. They name the depths of
     released checkpoints, where a target may have any.
+
+    Raises:
+        ConfigError: weights that do not make the layer, which the headers did not show.
     """
     depth = target.config.num_hidden_layers
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{depth}\..*"]
-    return MtpModel.from_pretrained(target)
+    try:
+        return MtpModel.from_pretrained(target)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        rule = f"{MTP_LAYER_RULE} cannot be loaded ({reason})"
+        folder = target.config.name_or_path
+        raise ConfigError(Problem(MTP_LAYER_OPTION, folder, rule, MTP_LAYER_REMEDY)) from error

@@ -25,6 +25,7 @@ from trtllm_tree.support.head import GROUPED_HEADS_RULE, SEES_EVERY_KEY_RULE
 from trtllm_tree.support.kv_scales import kv_scale_problems
 from trtllm_tree.support.leaf_rules import Capability
 from trtllm_tree.support.model_facts import ModelFacts, model_facts, read_model_facts
+from trtllm_tree.support.mtp_weights import mtp_weight_problems
 from trtllm_tree.support.plan import PlannedRun, run_problems
 
 # Options that the constructor sees: their name in a file, where they are, and what is not set.
@@ -67,6 +68,7 @@ def refusals(
     draft = None if head is None else read_model_facts(Path(head))
     run = PlannedRun(config=config, host="tensorrt_llm", target=target, draft=draft, capability=capability)
     problems += host_problems(config, "tensorrt_llm") + run_problems(run) + _head_problems(draft)
+    problems += _mtp_problems(config, target)
     if config.engine.kv_cache_dtype == "fp8":
         folders = (("model", config.engine.model), ("speculative_model", head))
         for option, folder in folders:
@@ -188,6 +190,15 @@ def _head(config: RunConfig) -> str | None:
     """The draft head's directory; MTP layers are the target's, and of its kind."""
     spec = config.speculative
     return None if spec is None or spec.decoding_type == "MTP" else spec.speculative_model
+
+
+def _mtp_problems(config: RunConfig, target: ModelFacts) -> list[Problem]:
+    """What the checkpoint lacks of an MTP layer that drafts, where this rank knows its folder."""
+    spec, folder = config.speculative, Path(config.engine.model)
+    if spec is None or spec.decoding_type != "MTP":
+        return []
+    is_there = bool(config.engine.model) and (folder / "config.json").is_file()
+    return mtp_weight_problems(folder, target, "tensorrt_llm") if is_there else []
 
 
 def _head_problems(facts: ModelFacts | None) -> list[Problem]:
