@@ -33,7 +33,7 @@ class PortWatch:
         self._check_rows(out, features.shape[:-1])
         rows = self._model.fuse(features.flatten(0, -2))
         torch.testing.assert_close(out.flatten(0, -2), rows, msg="fuse mixes rows")
-        self.drafts.append(("fuse", None, None, out.to("cpu", copy=True)))
+        self.drafts.append(("fuse", None, None, out.clone()))
         return out
 
     def chain_rows(
@@ -50,7 +50,7 @@ class PortWatch:
         out = self._model.chain_rows(token_ids, hidden, positions, batch, last_rows)
         wanted = everything if last_rows is None else everything.flatten(0, 1)[last_rows].unsqueeze(1)
         torch.testing.assert_close(out, wanted, msg="last_rows does more than choose")
-        self.drafts.append(("chain", token_ids.tolist(), positions.tolist(), out.to("cpu", copy=True)))
+        self.drafts.append(("chain", token_ids.tolist(), positions.tolist(), out.clone()))
         return out
 
     def lane_rows(
@@ -64,16 +64,14 @@ class PortWatch:
         out = self._model.lane_rows(step, token_ids, hidden, lanes, batch)
         self._check_rows(out, token_ids.shape)
         positions = lanes.positions(step, len(token_ids))
-        self.drafts.append(
-            (f"lanes {step}", token_ids.tolist(), positions.tolist(), out.to("cpu", copy=True))
-        )
+        self.drafts.append((f"lanes {step}", token_ids.tolist(), positions.tolist(), out.clone()))
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         out = self._model.logits(hidden)
         assert out.dim() == 2 and len(out) == len(hidden)
         assert self.d2t is None or (self.d2t.dtype, self.d2t.shape) == (torch.int64, out.shape[1:])
-        self.drafts.append(("logits", None, None, out.to("cpu", copy=True)))
+        self.drafts.append(("logits", None, None, out.clone()))
         return out
 
     def verify(self, logits: torch.Tensor, tokens: torch.Tensor, **options: Any) -> Accepted:
