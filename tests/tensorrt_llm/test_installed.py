@@ -30,7 +30,8 @@ def test_every_symbol_that_a_tree_on_llama_needs_is_there() -> None:
 
 
 def test_every_symbol_that_a_tree_from_mtp_layers_needs_is_there() -> None:
-    probe().require("mtp", "model:Glm4MoeForCausalLM", "model:NemotronHForCausalLM")
+    names = ("Glm4MoeForCausalLM", "NemotronHForCausalLM")
+    probe().require(*(f"{part}:{name}" for part in ("mtp", "model") for name in names))
 
 
 def test_the_double_says_of_signatures_what_the_package_says() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doubles.tensorrt_llm import Entry, double_version, write_double
+from tests.hosts.tensorrt_llm.tree_runs import tree_double
 from trtllm_tree.errors import UnsupportedError
 from trtllm_tree.hosts.tensorrt_llm.probe import ProbeReport
 from trtllm_tree.support.report import Refused
@@ -46,6 +47,19 @@ def install_double(double_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield install
     for name in _loaded():
         del sys.modules[name]
+
+
+@pytest.fixture(params=["new", "old"])
+def layout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The runtime double with draft trees on, in either layout."""
+    with tree_double(tmp_path / "double", request.param, monkeypatch):
+        yield request.param
+
+
+@pytest.fixture
+def new_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tree_double(tmp_path / "double", "new", monkeypatch):
+        yield
 
 
 def assert_one_mismatch(report: ProbeReport, path: str, features: set[str]) -> None:

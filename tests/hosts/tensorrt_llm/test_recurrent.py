@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from tests.hosts.tensorrt_llm.tree_runs import (
     plain_executor,
     prompts_of,
     sampling_config,
-    tree_double,
     tree_executor,
 )
 from trtllm_tree.errors import UnsupportedError
@@ -34,18 +32,6 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return hybrid_pair(tmp_path_factory.mktemp("hybrid"))
-
-
-@pytest.fixture(params=["new", "old"])
-def layout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with tree_double(tmp_path / "double", request.param, monkeypatch):
-        yield request.param
-
-
-@pytest.fixture
-def new_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tree_double(tmp_path / "double", "new", monkeypatch):
-        yield
 
 
 def double(module: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.hosts.tensorrt_llm.tree_runs import (
     MAIN,
     plain_executor,
     prompts_of,
-    tree_double,
     tree_executor,
 )
 from tests.hosts.tensorrt_llm.worker.runs import Rounds, run
@@ -31,12 +30,6 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hybrid_mtp_dir(tmp_path_factory.mktemp("hybrid_mtp"))
-
-
-@pytest.fixture(params=["new", "old"])
-def layout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with tree_double(tmp_path / "double", request.param, monkeypatch):
-        yield request.param
 
 
 @pytest.mark.parametrize(

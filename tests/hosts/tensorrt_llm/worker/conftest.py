@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.hosts.tensorrt_llm.tree_runs import agreeing_pair, embedded_tokens, tree_double
+from tests.hosts.tensorrt_llm.tree_runs import agreeing_pair, embedded_tokens
 from tests.hosts.tensorrt_llm.worker.runs import LENGTHS, PROMPTS, Pair
 from trtllm_tree import SamplingParams
 
@@ -21,15 +18,3 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def expected(pair: Pair) -> list[list[int]]:
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in LENGTHS]
     return embedded_tokens(*pair, PROMPTS, params)
-
-
-@pytest.fixture(params=["new", "old"])
-def layout(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with tree_double(tmp_path / "double", request.param, monkeypatch):
-        yield request.param
-
-
-@pytest.fixture
-def new_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tree_double(tmp_path / "double", "new", monkeypatch):
-        yield

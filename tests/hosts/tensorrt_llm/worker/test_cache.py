@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts.tensorrt_llm.tree_runs import cached_rows, plain_executor, tree_executor
-from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, TOKENS, Pair, run
+from tests.hosts.tensorrt_llm.tree_runs import tree_executor
+from tests.hosts.tensorrt_llm.worker.checks import (
+    assert_rows_are_plain_decodings,
+)
+from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, Pair, run
 from trtllm_tree.kernels.compact_window_rows import compact_window_rows
 
 
@@ -18,25 +21,7 @@ from trtllm_tree.kernels.compact_window_rows import compact_window_rows
 def test_rows_behind_every_step_are_those_of_plain_decoding(
     layout: str, pair: Pair, options: dict[str, Any]
 ) -> None:
-    """What is committed is a chain's: row p holds the K and V of token p, in every layer."""
-    plain = plain_executor(pair[0], max_batch_size=3, **options)
-    requests = [plain.submit(prompt, max_tokens=2 * TOKENS) for prompt in PROMPTS[:3]]
-    while not all(len(request.generated) > TOKENS + 6 for request in requests):
-        plain.step()
-    wanted = [cached_rows(plain, request, len(request.tokens) - 1) for request in requests]
-    executor = tree_executor(*pair, max_batch_size=3, **options)
-    found = [executor.submit(prompt, max_tokens=TOKENS) for prompt in PROMPTS[:3]]
-    steps = 0
-    while executor.step():
-        for request, rows in zip(found, wanted, strict=True):
-            if request.py_request_id not in executor.kv_cache_manager.ledger.blocks:
-                continue
-            count = len(request.tokens) - 1
-            # One row or N of them at once: their sums are added in another order.
-            error = (cached_rows(executor, request, count) - rows[:, :, :, :count]).abs().amax()
-            assert error < 1e-5 * rows.abs().amax()
-            steps += 1
-    assert steps > TOKENS // 2
+    assert_rows_are_plain_decodings(*pair, **options)
 
 
 @contextmanager

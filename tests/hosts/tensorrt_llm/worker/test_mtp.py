@@ -12,22 +12,18 @@ from tests.hosts.tensorrt_llm.mtp_runs import SlowGlmMtp, glm_dir, slow_tree
 from tests.hosts.tensorrt_llm.tree_runs import (
     MAIN,
     Sizes,
-    cached_rows,
     embedded_tokens,
-    plain_executor,
-    sampling_config,
     tree_executor,
 )
-from tests.hosts.tensorrt_llm.worker.runs import LENGTHS, PROMPTS, TOKENS, Rounds, Windows, run
-from trtllm_tree import LLM, SamplingParams
-from trtllm_tree.config.speculative import SpeculativeConfig
-
-SAMPLED = (
-    {"temperature": 0.8, "seed": 5},
-    {},
-    {"temperature": 1.3, "top_k": 3, "seed": 2**64 - 7},
-    {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02, "seed": 5},
+from tests.hosts.tensorrt_llm.worker.checks import (
+    SAMPLED,
+    assert_drafted_for_alike_in_company,
+    assert_rounds_are_the_embedded_hosts,
+    assert_rows_are_plain_decodings,
+    sampled_configs,
 )
+from tests.hosts.tensorrt_llm.worker.runs import LENGTHS, PROMPTS, TOKENS, Rounds, run
+from trtllm_tree import LLM, SamplingParams
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "qk norm"])
@@ -112,47 +108,14 @@ def test_every_drafted_tree_is_the_slow_one(
 def test_a_request_is_drafted_for_alike_alone_and_beside_prompts_that_arrive(
     new_layout: None, target: Path
 ) -> None:
-    executor = tree_executor(target, None, max_batch_size=3)
-    alone, windows = [], Windows()
-    for prompt in PROMPTS[:3]:
-        executor.model.spec_worker.spec_round.observer = one = Windows()
-        run(executor, [prompt], counts=[TOKENS])
-        alone += one.of.values()
-    executor.model.spec_worker.spec_round.observer = windows
-    requests = []
-    for prompt in PROMPTS[:3]:
-        requests.append(executor.submit(prompt, max_tokens=TOKENS))
-        executor.step()
-        executor.step()
-    slots = [request.py_seq_slot for request in requests]
-    while executor.step():
-        pass
-    assert [windows.of[slot] for slot in slots] == alone
-    assert all(len(found) > 5 for found in alone)
+    assert_drafted_for_alike_in_company(target, None)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_manager": "v2", "tokens_per_block": 32}], ids=["v1", "v2"])
 def test_rows_behind_every_step_are_those_of_plain_decoding(
     layout: str, target: Path, options: dict[str, Any]
 ) -> None:
-    """What is committed is a chain's: row p holds the K and V of token p, in every layer of the target."""
-    plain = plain_executor(target, max_batch_size=3, **options)
-    requests = [plain.submit(prompt, max_tokens=2 * TOKENS) for prompt in PROMPTS[:3]]
-    while not all(len(request.generated) > TOKENS + 6 for request in requests):
-        plain.step()
-    wanted = [cached_rows(plain, request, len(request.tokens) - 1) for request in requests]
-    executor = tree_executor(target, None, max_batch_size=3, **options)
-    found = [executor.submit(prompt, max_tokens=TOKENS) for prompt in PROMPTS[:3]]
-    steps = 0
-    while executor.step():
-        for request, rows in zip(found, wanted, strict=True):
-            if request.py_request_id not in executor.kv_cache_manager.ledger.blocks:
-                continue
-            count = len(request.tokens) - 1
-            error = (cached_rows(executor, request, count) - rows[:, :, :, :count]).abs().amax()
-            assert error < 1e-5 * rows.abs().amax()
-            steps += 1
-    assert steps > TOKENS // 2
+    assert_rows_are_plain_decodings(target, None, **options)
 
 
 @pytest.mark.parametrize(
@@ -161,24 +124,7 @@ def test_rows_behind_every_step_are_those_of_plain_decoding(
 def test_every_round_drafts_and_keeps_what_the_embedded_host_does(
     layout: str, target: Path, options: dict[str, Any]
 ) -> None:
-    topk, steps, nodes = MAIN
-    spec = SpeculativeConfig(decoding_type="MTP", tree_topk=topk, num_steps=steps, num_nodes=nodes)
-    embedded, ours = Rounds(), Rounds()
-    with LLM(str(target), speculative_config=spec, device="cpu", dtype="float32", max_seq_len=256) as llm:
-        assert llm.spec_round is not None
-        llm.spec_round.observer = embedded
-        llm.generate([PROMPTS[2]], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    executor = tree_executor(target, None, **options)
-    executor.model.spec_worker.spec_round.observer = ours
-    run(executor, [PROMPTS[2]], counts=[TOKENS])
-    assert len(ours.tokens) > TOKENS // 3
-    assert (ours.tokens, ours.parents, ours.accepted) == (
-        embedded.tokens,
-        embedded.parents,
-        embedded.accepted,
-    )
-    for scores, others in zip(ours.scores, embedded.scores, strict=True):
-        torch.testing.assert_close(scores, others, rtol=1e-3, atol=1e-3)
+    assert_rounds_are_the_embedded_hosts(target, None, **options)
 
 
 @pytest.mark.parametrize("mode", ["gumbel", "rejection"])
@@ -189,7 +135,7 @@ def test_seeded_tokens_are_those_of_the_embedded_host(new_layout: None, target: 
     wanted = embedded_tokens(target, None, PROMPTS[:4], params, **rejects)
     executor = tree_executor(target, None, max_batch_size=2, graph_batch_sizes=[2], overlap=True, **rejects)
     assert executor.model.spec_worker.verify == mode
-    requests = run(executor, PROMPTS[:4], sampling=configs(), counts=[TOKENS] * 4)
+    requests = run(executor, PROMPTS[:4], sampling=sampled_configs(), counts=[TOKENS] * 4)
     assert [request.generated for request in requests] == wanted
     assert any(count for request in requests for count in request.accepted_history)
 
@@ -201,16 +147,6 @@ def test_seeded_tokens_are_those_of_plain_decoding(new_layout: None, target: Pat
     with LLM(str(target), **options) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:4], params)]
     executor = tree_executor(target, None, max_batch_size=2, graph_batch_sizes=[2], overlap=True)
-    requests = run(executor, PROMPTS[:4], sampling=configs(), counts=[TOKENS] * 4)
+    requests = run(executor, PROMPTS[:4], sampling=sampled_configs(), counts=[TOKENS] * 4)
     assert [request.generated for request in requests] == wanted
     assert any(count for request in requests for count in request.accepted_history)
-
-
-def configs() -> list[Any]:
-    """A seed is `random_seed` in TensorRT-LLM."""
-    return [
-        sampling_config(
-            **{("random_seed" if name == "seed" else name): value for name, value in options.items()}
-        )
-        for options in SAMPLED
-    ]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.hosts.tensorrt_llm.tree_runs import (
     MAIN,
@@ -17,18 +16,15 @@ from tests.hosts.tensorrt_llm.tree_runs import (
     tree_double,
     tree_executor,
 )
-from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, TOKENS, Pair, Rounds, Windows, run
-from trtllm_tree import LLM, SamplingParams
-from trtllm_tree.config.speculative import SpeculativeConfig
-from trtllm_tree.demo import resolve_head, resolve_target
-
-# A temperature that keeps the agreeing pair's few tokens likely.
-SAMPLED = (
-    {"temperature": 0.8, "seed": 5},
-    {},
-    {"temperature": 1.3, "top_k": 3, "seed": 2**64 - 7},
-    {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02, "seed": 5},
+from tests.hosts.tensorrt_llm.worker.checks import (
+    SAMPLED,
+    assert_drafted_for_alike_in_company,
+    assert_rounds_are_the_embedded_hosts,
+    sampled_configs,
 )
+from tests.hosts.tensorrt_llm.worker.runs import PROMPTS, TOKENS, Pair, Rounds, run
+from trtllm_tree import SamplingParams
+from trtllm_tree.demo import resolve_head, resolve_target
 
 
 @pytest.mark.parametrize(
@@ -57,49 +53,13 @@ def test_greedy_tokens_are_those_of_the_embedded_host(
 def test_every_round_drafts_and_keeps_what_the_embedded_host_does(
     layout: str, pair: Pair, options: dict[str, Any]
 ) -> None:
-    target, head = pair
-    topk, steps, nodes = MAIN
-    config = SpeculativeConfig(tree_topk=topk, num_steps=steps, num_nodes=nodes, speculative_model=str(head))
-    embedded, ours = Rounds(), Rounds()
-    with LLM(str(target), speculative_config=config, device="cpu", dtype="float32", max_seq_len=256) as llm:
-        assert llm.spec_round is not None
-        llm.spec_round.observer = embedded
-        llm.generate([PROMPTS[2]], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    executor = tree_executor(target, head, **options)
-    executor.model.spec_worker.spec_round.observer = ours
-    run(executor, [PROMPTS[2]], counts=[TOKENS])
-    assert len(ours.tokens) > TOKENS // 3
-    assert ours.tokens == embedded.tokens
-    assert ours.parents == embedded.parents
-    assert ours.accepted == embedded.accepted
-    for scores, others in zip(ours.scores, embedded.scores, strict=True):
-        torch.testing.assert_close(scores, others, rtol=1e-3, atol=1e-3)
-    trees = [row for window in ours.parents for row in window]
-    assert any(row != list(range(-1, nodes - 1)) for row in trees), "a chain was drafted every time"
+    assert_rounds_are_the_embedded_hosts(*pair, **options)
 
 
 def test_a_request_is_drafted_for_alike_alone_and_beside_prompts_that_arrive(
     new_layout: None, pair: Pair
 ) -> None:
-    """Its rows lie behind the prompts' then; every window that it gets is the same."""
-
-    executor = tree_executor(*pair, max_batch_size=3)
-    alone, windows = [], Windows()
-    for prompt in PROMPTS[:3]:
-        executor.model.spec_worker.spec_round.observer = one = Windows()
-        run(executor, [prompt], counts=[TOKENS])
-        alone += one.of.values()
-    executor.model.spec_worker.spec_round.observer = windows
-    requests = []
-    for prompt in PROMPTS[:3]:
-        requests.append(executor.submit(prompt, max_tokens=TOKENS))
-        executor.step()
-        executor.step()
-    slots = [request.py_seq_slot for request in requests]
-    while executor.step():
-        pass
-    assert [windows.of[slot] for slot in slots] == alone
-    assert all(len(found) > 5 for found in alone)
+    assert_drafted_for_alike_in_company(*pair)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 6), (8, 2, 17), (3, 1, 4)], ids=str)
@@ -120,14 +80,7 @@ def test_seeded_tokens_are_those_of_the_embedded_host(new_layout: None, pair: Pa
     assert wanted[1] == greedy[1] and all(wanted[row] != greedy[row] for row in (0, 2, 3))
     executor = tree_executor(*pair, max_batch_size=2, graph_batch_sizes=[2], overlap=True, **rejects)
     assert executor.model.spec_worker.verify == mode
-    # A seed is `random_seed` in TensorRT-LLM.
-    configs = [
-        sampling_config(
-            **{("random_seed" if name == "seed" else name): value for name, value in options.items()}
-        )
-        for options in SAMPLED
-    ]
-    requests = run(executor, PROMPTS[:4], sampling=configs, counts=[TOKENS] * 4)
+    requests = run(executor, PROMPTS[:4], sampling=sampled_configs(), counts=[TOKENS] * 4)
     assert [request.generated for request in requests] == wanted
     assert any(count for request in requests for count in request.accepted_history)
 
